@@ -50,7 +50,7 @@ def journey(short, tmp_path_factory):
     return out, run(out)
 
 
-def test_what_lies_in_out(journey):
+def test_what_lies_in_out_and_run_again_it_trains_and_measures_nothing(journey):
     out, printed = journey
     results = json.loads((out / "results.json").read_text())
     assert list(results["models"]) == list(FULL) and results["seeds"] == [0]
@@ -73,10 +73,6 @@ def test_what_lies_in_out(journey):
     for label in ("softmax teacher", "MHLA", "plain linear", "hybrid 1 in 4"):
         assert label in printed
     assert "loaded as transformers_modules." in printed and "logits equal bit for bit" in printed
-
-
-def test_run_again_it_trains_and_measures_nothing(journey):
-    out, _ = journey
     kept = [path for name in FULL for path in (out / name).iterdir() if path.name != "README.md"]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in kept if path.name != "card.json"}
     printed = run(out)

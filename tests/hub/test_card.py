@@ -63,15 +63,12 @@ SHOWN = (  # sqrt(0.02² + (0.02 * 0.41 / 0.87)²) / 0.87 in the third line
 )
 
 
-def test_what_the_card_shows(card):
+def test_what_the_card_and_its_front_matter_show(card, folders):
     assert [text for text in SHOWN if text not in card] == []
     lost = re.search(r"Worse than the teacher, by more than two standard errors .*?: (.*)\.", card)[1]
     assert "acc of topics_recall (0.8700 → 0.4100)" in lost and "bits_per_byte of topics_bpb" in lost
     assert "seed 5; torch" in card and card.count("seed 5") == 1, "how times were measured is said beside them alone"
     assert "cloze" not in lost and "Recall of single facts" not in card and "/somewhere" not in card
-
-
-def test_front_matter_is_model_card_data(card, folders):
     data = ModelCard(card).data
     assert (data.license, data.library_name, data.language) == ("afl-3.0", "transformers", ["en"])
     index = data.to_dict()["model-index"][0]
