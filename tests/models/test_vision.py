@@ -10,7 +10,6 @@ import torch.nn.functional as F
 import transformers
 from tools.model_checks import by_definition, checkpointing_changes_nothing, one_graph
 from tools.ops_cases import distance
-from tools.small_models import refused
 from tools.small_towers import TOWERS, converted_tower, images, output_of, small_classifier, softmax_tower
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
@@ -194,21 +193,3 @@ def test_a_tower_inside_a_larger_model_is_saved_by_itself(whole, tmp_path):
     mhla_hf.convert(model.vision_model).save_pretrained(tmp_path / "tower")
     fresh.vision_model = mhla_hf.MHLACLIPVisionModel.from_pretrained(tmp_path / "tower")
     assert torch.equal(*(own.vision_model(images()).pooler_output for own in (model, fresh)))
-
-
-CONVERT = [
-    (small_clip, {}, "'clip'"),
-    (lambda: converted_tower("ViTModel"), {}, "MHLA model already"),
-    (lambda: softmax_tower("ViTModel"), {"layout": [4]}, "layout: got [4]"),
-    (lambda: softmax_tower("ViTModel"), {"normalize": "official"}, "normalize"),
-    (lambda: softmax_tower("ViTModel").layers[0], {}, "ViTLayer"),
-]
-
-
-@pytest.mark.parametrize(("make", "arguments", "word"), CONVERT)
-def test_convert(make, arguments, word):
-    model = make()
-    before = type(model), set(model.state_dict())
-    with refused(word, kind=(TypeError, ValueError)):
-        mhla_hf.convert(model, **arguments)
-    assert before == (type(model), set(model.state_dict()))
