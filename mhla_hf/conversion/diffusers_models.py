@@ -15,6 +15,7 @@ from .steps import choose_settings, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
+EXPECTED = f"one of the {len(CONVERTIBLE)} transformers of diffusers that convert, such as {CONVERTIBLE[0]}"
 REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not convert
     "tokens of text and of images or video share one attention, in a form that is not supported": (
         "BriaTransformer2DModel BriaFiboTransformer2DModel BriaFibo2Transformer2DModel "
@@ -77,8 +78,7 @@ def check_conversion(
     """
     transformers = transformers_of(model) if hasattr(model, "components") else [model]
     if not transformers:
-        expected = f"a pipeline of one of {CONVERTIBLE}"
-        raise ValueError(f"model: got {type(model).__name__}, which has no transformer, expected {expected}.")
+        raise ValueError(f"model: got {type(model).__name__}, which has no transformer, expected {EXPECTED}.")
     checked = []
     for transformer in transformers:
         model_class = mhla_transformer_class(transformer)
@@ -110,11 +110,11 @@ def mhla_transformer_class(transformer: Any) -> Any:
     """Return the MHLA class of a transformer of diffusers. Raise ValueError if it is MHLA already or does not convert."""
     base = type(transformer)
     if hasattr(transformer, "mhla_state"):
-        raise ValueError(f"model: got {base.__name__}, which is an MHLA model already; expected one of {CONVERTIBLE}.")
+        raise ValueError(f"model: got {base.__name__}, which is an MHLA model already, expected a softmax one.")
     family = transformer_family(base)
     if family is None:
         for reason, names in REFUSED_TRANSFORMERS.items():
             if base.__name__ in names.split():
                 raise ValueError(f"model: got {base.__name__}, expected another transformer: {reason}.")
-        raise ValueError(f"model: got {base.__name__} of {base.__module__}, expected one of diffusers' {CONVERTIBLE}.")
+        raise ValueError(f"model: got {base.__name__} of {base.__module__}, expected {EXPECTED}.")
     return mhla_class(family, base)

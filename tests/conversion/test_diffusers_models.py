@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel, WanPipeline, WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
+from tools.small_models import refused
 from tools.tiny_pipelines import PIPELINES, image_vae, tiny_transformer
 
 import mhla_hf
@@ -44,9 +45,8 @@ CONVERSION = {
 
 @pytest.mark.parametrize(("make", "words"), CONVERSION.values(), ids=CONVERSION)
 def test_conversion(make, words):
-    with pytest.raises((ValueError, TypeError)) as error:
+    with refused(words, kind=(ValueError, TypeError)):
         make()
-    assert words in str(error.value) and str(error.value).count(". ") == 0, error.value
 
 
 def test_nothing_is_touched_before_all_is_checked():
@@ -58,11 +58,11 @@ def test_nothing_is_touched_before_all_is_checked():
 
 
 def test_every_other_transformer_is_refused_for_a_reason():
-    refused = [name for names in REFUSED_TRANSFORMERS.values() for name in names.split()]
+    refused_names = [name for names in REFUSED_TRANSFORMERS.values() for name in names.split()]
     names = {*dir(diffusers.models.transformers)} & {*dir(diffusers)}
     classes = [getattr(diffusers, name) for name in names if not name.startswith("_")]
     models = [one for one in classes if inspect.isclass(one) and issubclass(one, diffusers.ModelMixin)]
-    assert sorted([*refused, *CONVERTIBLE]) == sorted(one.__name__ for one in models)
+    assert sorted([*refused_names, *CONVERTIBLE]) == sorted(one.__name__ for one in models)
     model = diffusers.PRXTransformer2DModel(context_in_dim=8, hidden_size=24, num_heads=2, depth=1, axes_dim=[6, 6])
     with pytest.raises(ValueError, match="got PRXTransformer2DModel, expected another transformer: tokens of text"):
         mhla_hf.convert(model)

@@ -6,18 +6,12 @@ import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from tools.small_encoders import softmax_encoder
 from tools.small_models import FAMILIES, converted_model, refused, scratch_model, softmax_model, tokens
-from tools.small_towers import converted_tower, softmax_tower
+from tools.small_towers import converted_tower, small_clip, softmax_tower
 from transformers import LlamaModel
 
 import mhla_hf
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
-
-
-def small_clip():
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text, vision = {**small, "vocab_size": 20}, {**small, "image_size": 32}
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
 
 
 CONVERT = [  # a model, settings, and what is said of them

@@ -5,7 +5,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from tools.small_encoders import converted_encoder
-from tools.small_models import softmax_model
+from tools.small_models import refused, softmax_model
 from tools.small_scores import small_tokenizer
 
 import mhla_hf
@@ -74,10 +74,8 @@ def shelf(tmp_path_factory):
 def test_what_is_wrong_is_said_in_one_sentence(shelf, monkeypatch, case):
     monkeypatch.chdir(shelf)
     call, words = CASES[case]
-    with pytest.raises((ValueError, TypeError)) as error:
+    with refused(words, kind=(ValueError, TypeError)):
         call()
-    said = str(error.value)
-    assert words in said and "\n" not in said and len(said) < 400, said
     assert not any(shelf.glob("new*"))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import diffusers
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tools.elsewhere import run_elsewhere
-from tools.small_models import shaken
+from tools.small_models import refused, shaken
 from tools.tiny_grid_pipelines import GRID_PIPELINES
 from tools.tiny_grids import SIZES
 from tools.tiny_joint import JOINT_SIZES
@@ -247,9 +248,8 @@ RUNNING = {
 
 @pytest.mark.parametrize(("make", "words"), RUNNING.values(), ids=RUNNING)
 def test_running(make, words):
-    with pytest.raises((ValueError, TypeError)) as error:
+    with refused(words, kind=(ValueError, TypeError)):
         make()
-    assert words in str(error.value) and str(error.value).count(". ") == 0, error.value
 
 
 def change_config(folder, **changes):
@@ -270,6 +270,5 @@ DAMAGE = {
 def test_damaged_checkpoints(change, words, tmp_path):
     converted(cpe=3).save_pretrained(tmp_path)
     change(tmp_path)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(words)):
         mhla_hf.MHLAWanTransformer3DModel.from_pretrained(tmp_path)
-    assert words in str(error.value), error.value

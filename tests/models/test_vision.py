@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from tools.model_checks import by_definition, checkpointing_changes_nothing, one_graph
 from tools.ops_cases import distance
-from tools.small_towers import TOWERS, converted_tower, images, output_of, small_classifier, softmax_tower
+from tools.small_towers import TOWERS, converted_tower, images, output_of, small_classifier, small_clip, softmax_tower
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 import mhla_hf
@@ -179,12 +179,6 @@ def test_calls(call, words):
     with pytest.raises(Exception) as error:
         call()
     assert words in str(error.value), error.value
-
-
-def small_clip(whole=transformers.CLIPModel):
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text, vision = {**small, "vocab_size": 20}, {**small, "image_size": 32}
-    return whole(transformers.CLIPConfig(text_config=text, vision_config=vision)).eval()
 
 
 @pytest.mark.parametrize("whole", [transformers.CLIPModel, transformers.CLIPForImageClassification])
