@@ -115,6 +115,6 @@ def mhla_transformer_class(transformer: Any) -> Any:
     if family is None:
         for reason, names in REFUSED_TRANSFORMERS.items():
             if base.__name__ in names.split():
-                raise ValueError(f"model: got {base.__name__}, expected another transformer: {reason}.")
+                raise ValueError(f"model: got {base.__name__}, which cannot be converted: {reason}.")
         raise ValueError(f"model: got {base.__name__} of {base.__module__}, expected {EXPECTED}.")
     return mhla_class(family, base)

@@ -102,7 +102,9 @@ def check_report(report: dict[str, Any]) -> None:
     try:
         json.dumps(report, allow_nan=False)
     except ValueError:
-        raise ValueError("model: got outputs that are not finite, expected finite ones, as in a wider dtype.") from None
+        raise ValueError(
+            "model: got outputs that are not finite; convert it in a wider dtype, such as float32."
+        ) from None
 
 
 def check_learning(model: Any, effort: Any, seed: Any) -> None:

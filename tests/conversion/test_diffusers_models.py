@@ -64,5 +64,5 @@ def test_every_other_transformer_is_refused_for_a_reason():
     models = [one for one in classes if inspect.isclass(one) and issubclass(one, diffusers.ModelMixin)]
     assert sorted([*refused_names, *CONVERTIBLE]) == sorted(one.__name__ for one in models)
     model = diffusers.PRXTransformer2DModel(context_in_dim=8, hidden_size=24, num_heads=2, depth=1, axes_dim=[6, 6])
-    with pytest.raises(ValueError, match="got PRXTransformer2DModel, expected another transformer: tokens of text"):
+    with pytest.raises(ValueError, match="got PRXTransformer2DModel, which cannot be converted: tokens of text"):
         mhla_hf.convert(model)

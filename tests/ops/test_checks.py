@@ -38,7 +38,10 @@ BAD = {
     "normalize_word": ({"normalize": "paper"}, "normalize: got 'paper'"),
     "official_causal": ({"normalize": "official"}, "normalize: got 'official'"),
     "scale_zero": ({"scale": 0}, "scale: got 0"),
-    "impl_triton": ({"impl": "triton", "q": DOUBLE}, "expected another one: the kernels compute in fp32, not in fp64"),
+    "impl_triton": (
+        {"impl": "triton", "q": DOUBLE},
+        "expected 'auto' or 'torch': the kernels compute in fp32, not in fp64",
+    ),
     "impl_unknown": ({"impl": "cuda"}, "impl: got 'cuda'"),
     "mask_shape": ({"key_mask": torch.ones(10, 2, dtype=torch.bool)}, "key_mask: got shape [10, 2]"),
     "mask_dtype": ({"key_mask": torch.ones(2, 10)}, "key_mask: got torch.float32"),
