@@ -1,9 +1,9 @@
-"""The rank, entropy, maps, and mixing of attention: the paper's table 1 and figures 3 and 4.
+"""The rank, entropy, and mixing of attention: the paper's table 1 and figures 3b and 4b.
 
     python -m experiments.attention      ranks with random features, for softmax, plain linear attention, and MHLA (table 1)
 
-`record_model` records the attention of image models, which `python -m experiments.classifiers` draws. All singular values
-are computed in fp64, so that ranks are measured and not derived.
+`record_model` records the attention of image models for `python -m experiments.classifiers`. All singular values are
+computed in fp64, so that ranks are measured and not derived.
 """
 
 import contextlib
@@ -38,9 +38,11 @@ KINDS = ("linear", "mhla", "start", "softmax")
 
 @dataclasses.dataclass
 class Attention:
-    """The inputs of one call of an attention layer: q [B, T, H, K] and k [B, S, H, K], after the feature map and RoPE.
-    `kind` is "softmax", "mhla", or "linear" (MHLA with uniform mixing). `options` are those of
-    `scaled_dot_product_attention`, or of `mhla`, with "mixing" [H or 1, M, M] and "blocks"."""
+    """One recorded call of an attention layer: q [B, T, H, K] and k [B, S, H, K], after the feature map and RoPE.
+
+    `kind` is "softmax", "mhla", or "linear" (MHLA with uniform mixing). `options` are the keyword arguments of
+    `scaled_dot_product_attention` or of `mhla`, whose "mixing" [H or 1, M, M] is among them.
+    """
 
     kind: str
     q: torch.Tensor
@@ -170,19 +172,6 @@ def describe_mixing(model: nn.Module) -> dict[str, dict[str, Any]]:
     return layers
 
 
-def plot_maps(path: str | Path, models: Mapping[str, Sequence[Attention]]) -> None:
-    """Plot the weights of each layer on the first sample, mean over heads, one row for each label (figure 3a)."""
-    columns = max(map(len, models.values()))
-    figsize = (2.1 * columns + 1.2, 2.15 * len(models) + 0.4)
-    with drawing(path, len(models), columns, figsize=figsize, style=FRAMED_STYLE) as (_, grid):
-        for row, (label, calls) in zip(grid, models.items(), strict=True):
-            for index, (axes, call) in enumerate(zip(row, calls, strict=True)):
-                scores = torch.stack([call.matrix(0, head) for head in range(call.q.shape[2])]).mean(0)
-                draw_matrix(axes, scores.numpy(), power=0.5)
-                axes.set_title(f"layer {index}", loc="center")
-            row[0].set_ylabel(label, fontweight="bold")
-
-
 def plot_mixing(path: str | Path, layers: Mapping[str, dict[str, Any]]) -> None:
     """Plot initial and learned mixing from `describe_mixing`, each block's row at its place in the grid (figure 4b)."""
     with drawing(path, 2, len(layers), figsize=(2.5 * len(layers) + 0.9, 5.4), style=FRAMED_STYLE) as (figure, grid):
@@ -190,7 +179,8 @@ def plot_mixing(path: str | Path, layers: Mapping[str, dict[str, Any]]) -> None:
             tiles = [tile_matrix(layer[key], layer["layout"]) for key in ("start", "learned")]
             top = max(tile.max().item() for tile in tiles)
             for axes, tile in zip(column, tiles, strict=True):
-                draw_matrix(axes, tile.numpy(), power=1.0, top=top)
+                axes.imshow(tile.numpy(), cmap="magma_r", vmin=0.0, vmax=top, interpolation="nearest")
+                axes.set(xticks=[], yticks=[])
                 for line, count in zip((axes.axhline, axes.axvline), layer["layout"], strict=True):
                     for i in range(1, count):
                         line(i * count - 0.5, color="white", linewidth=1.5)
@@ -207,18 +197,11 @@ def tile_matrix(matrix: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
     return values.reshape(rows, columns, rows, columns).transpose(1, 2).reshape(rows * rows, columns * columns)
 
 
-def draw_matrix(axes: Any, values: Any, power: float, top: float | None = None) -> None:
-    """Draw nonnegative numbers as an image, with a color scale from 0 to `top` (default: the largest value)."""
-    from matplotlib.colors import PowerNorm
-
-    norm = PowerNorm(power, vmin=0.0, vmax=float(top or values.max()) or 1.0)
-    axes.imshow(values, cmap="magma_r", norm=norm, interpolation="nearest", aspect="equal")
-    axes.set(xticks=[], yticks=[])
-
-
 def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: int = 0) -> dict[str, Any]:
-    """Measure the ranks of attention with Gaussian q and k [N, d], at a tolerance of N times fp64's eps. "mhla" has a random
-    mixing matrix, "start" that of the paper's start from locality."""
+    """Measure the ranks of attention with Gaussian q and k [N, d], at a tolerance of N times fp64's eps.
+
+    "mhla" has a random mixing matrix, "start" the initial one of the paper.
+    """
     generator = torch.Generator().manual_seed(seed)
     grid = Blocks.grid((tokens,), (blocks,))
     q, k = (torch.randn(1, tokens, 1, width, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -236,7 +219,7 @@ def measure_random_rank(tokens: int, width: int, *, blocks: int = BLOCKS, seed: 
         row["rank"][kind] = count_rank(values, row["tolerance"])
         row["bound"][kind] = bound_of(kind, tokens, width, grid.sizes())
         row["smallest"][kind] = (values[row["rank"][kind] - 1] / values[0]).item()
-    return {**row, "mixing_condition": torch.linalg.cond(random_mixing[0]).item()}
+    return row
 
 
 def study_random_rank(

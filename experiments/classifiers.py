@@ -25,7 +25,7 @@ from mhla_hf.training.datasets.images import open_images, preprocess
 from mhla_hf.training.loop import distill
 from mhla_hf.training.run_folder import RECORD
 
-from .attention import describe_mixing, measure_calls, plot_maps, plot_mixing, record_model
+from .attention import describe_mixing, measure_calls, plot_mixing, record_model
 from .digits_vit import load_digits
 from .rows import make_parser, markdown, over_seeds, parse_call, write_record
 
@@ -76,9 +76,8 @@ def train(
 
 
 def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str, Any]:
-    """Measure all models, draw the figures into `out`, and return the content of results.json."""
+    """Measure all models, draw the mixing into `out`, and return the content of results.json."""
     rows: dict[str, dict[str, Any]] = {}
-    maps, mixing = {}, {}
     for name in KINDS:
         cells = []
         for seed in range(seeds):
@@ -89,12 +88,11 @@ def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str
             images = open_images(load_digits(MODEL["image_size"])[1])
             processor = ViTImageProcessorPil.from_dict(model.config.preprocessing())
             pixels = preprocess(processor, [images.image(row, 1) for row in range(ANALYZED_IMAGES)])
-            calls = record_model(model, {"pixel_values": pixels})
-            measured = measure_calls(calls)
+            measured = measure_calls(record_model(model, {"pixel_values": pixels}))
             accuracy = record["history"][-1]["test_accuracy"]
             cells.append({**record, "accuracy": accuracy, **measured["mean"], **measured})
-            if seed == 0:
-                maps[name], mixing[name] = calls, describe_mixing(model)
+            if (name, seed) == ("MHLA", 0):
+                plot_mixing(Path(out, "mixing.png"), describe_mixing(model))
         rows[name] = {key: over_seeds([cell[key] for cell in cells]) for key in (*MEASURES, "seconds")}
         rows[name]["layers"] = []
         for layers in zip(*(cell["layers"] for cell in cells), strict=True):
@@ -104,8 +102,6 @@ def collect(out: str | Path, seeds: int, command: str | None = None) -> dict[str
         rows[name]["parameters"] = cells[0]["parameters"]
     (train_images, _), (test_images, _) = load_digits(MODEL["image_size"])
     sizes = {"train": len(train_images), "test": len(test_images)}
-    plot_maps(Path(out, "maps.png"), maps)
-    plot_mixing(Path(out, "mixing.png"), mixing["MHLA"])
     results = {"data": {"name": "scikit-learn digits", **sizes}, "seeds": list(range(seeds)), "rows": rows}
     results["claims"] = [judge_claim(rows, *claim) for claim in CLAIMS]
     return write_record(Path(out, "results.json"), results, command)

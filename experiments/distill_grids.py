@@ -164,7 +164,10 @@ def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) ->
 
 
 def make_row(job: Row, folder: Path) -> Row:
-    """Distill and judge one student, or judge the teacher or real digits: the "recognized" share, and "errors", by size."""
+    """Distill one student, and let the judge read its samples, or those of the teacher, or real digits.
+
+    "recognized" has the shares by size, and "errors" those of the velocity before and after the distillation.
+    """
     task, seed, recipe = TASKS[job["task"]], job["seed"], Recipe(*(job[key] for key in Recipe._fields))
     teacher, judge, pool = prepare(job["task"], recipe, seed, folder)
     row: Row = {**job, "recognized": {}}

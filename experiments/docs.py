@@ -18,10 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mhla_hf import convert
 from mhla_hf.checkpoints.file_io import write_text
-from mhla_hf.evaluation.speed import cache_bytes
+from mhla_hf.conversion.sizes import sizes_of_layers
 from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
-from mhla_hf.models.transformers_api import forward_cached
 from mhla_hf.training.recipe import read_recipe
 
 from .attention import render_random_rank
@@ -134,19 +133,18 @@ def render_recipes(record: Mapping[str, Any]) -> str:
     return f"{markdown(header, lines, left=7)}\n\n{command_and_date(record)}"
 
 
-@torch.no_grad()
 def render_cache(_: Any = None) -> str:
     """Render the bytes of the cache of one Llama layer in bf16, before and after `convert`, counted now."""
     config = LlamaConfig(
         vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64,
     )  # fmt: skip
-    models = [LlamaForCausalLM(config).bfloat16().eval() for _ in range(2)]
-    convert(models[1], layers="all")
+    with torch.device("meta"):
+        model = convert(LlamaForCausalLM(config).bfloat16().eval(), layers="all")
+    (layer,) = sizes_of_layers(model).values()
     lines = []
     for length in (512, 2048, 8192):
-        ids = torch.zeros(1, length, dtype=torch.long)
-        softmax, mhla = (cache_bytes(forward_cached(model, ids)[1]) / 1024 for model in models)
+        softmax, mhla = (layer.cache_bytes(share, length) / 1024 for share in (1, 0))
         lines.append([f"{length:,}", f"{softmax:,.0f}", f"{mhla:,.0f}", f"{mhla / softmax:.2f}"])
     return markdown(["tokens", "softmax, KiB", "MHLA, KiB", "MHLA / softmax"], lines, left=0)
 

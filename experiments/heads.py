@@ -126,8 +126,10 @@ def window_model(model: Any, softmax_heads: Mapping[Any, list[int]], **settings:
 def count_bytes(
     model_folder: str | Path, settings: Mapping[str, Any], heads: int, is_far_on: bool
 ) -> dict[str, dict[str, int]]:
-    """Count the bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, if `heads` KV heads keep softmax, and if all do.
-    If the far part is off, neither its summaries nor rotations are counted."""
+    """Count the bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, with softmax in `heads` KV heads, and in all.
+
+    If the far part is off, neither its summaries nor rotations are counted.
+    """
     config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -208,8 +210,10 @@ def hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def judge(model: Any, rows: Mapping[int, torch.Tensor], teacher: TeacherStates) -> dict[str, Any]:
-    """Compare a model with its original: "places" has [KL in nats, perplexity, the original's perplexity] by `PLACES`, and
-    "recall" [recall, the original's recall] by the length of the rows."""
+    """Compare a model with its original.
+
+    "places" has [KL in nats, perplexity, the original's] by `PLACES`, and "recall" [recall, the original's] by length.
+    """
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in PLACES}  # of KL and both losses, and their number
     recall = {}
     for length, group in rows.items():

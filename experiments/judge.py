@@ -75,8 +75,10 @@ def load_subject(model_folder: str, fit_text: str, work: str, form: str, heads: 
 
 @torch.no_grad()
 def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Question]) -> list[tuple[float, bool]]:
-    """Return the log-probabilities of the answers to questions that all follow the same prefix, and whether the model gives
-    them: the likeliest of a question's choices (answers of one token), or without choices what greedy decoding writes."""
+    """Score the answers to questions that follow the same prefix: (log-probability, whether the model gives this answer).
+
+    It gives the likeliest of the choices, if there are some (of one token each), else what greedy decoding writes.
+    """
     _, cache = forward_cached(model, torch.tensor([prefix]), logits_to_keep=1)
     scores = []
     for first in range(0, len(questions), BATCH_SIZE):
@@ -98,8 +100,10 @@ def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Questio
 
 
 def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Ask about the facts between lines of the text file `data`. "answers" are for each question [kind, tokens back,
-    log-probability of the answer, whether it is right]."""
+    """Ask about facts that stand between the lines of the text file `data`.
+
+    "answers" has, for each question, [kind, tokens back, log-probability of the answer, whether it is right].
+    """
     ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
     scores = answer_scores(model, ids, [question for _, _, question in rows])
     return {"answers": [[kind, back, *score] for (kind, back, _), score in zip(rows, scores, strict=True)]}
@@ -108,9 +112,10 @@ def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, 
 def make_lookups(
     tokenizer: Any, text: str, length: int, seed: int
 ) -> tuple[list[int], list[tuple[str, int, Question]]]:
-    """Make a text with facts at even distances, none in its last `NEAR` tokens, and questions about them. Returns the token
-    ids of the text, about `length`, and for each fact its kind ("code" or "lookup"), how many tokens before the end it ends,
-    and a `Question`."""
+    """Make a text of about `length` tokens with facts at even distances, none in its last `NEAR` tokens, and questions.
+
+    Returns its token ids and, for each fact, its kind ("code" or "lookup"), the tokens after it, and a `Question`.
+    """
     rng = random.Random(f"lookups {length} {seed}")
 
     def encode(piece: str) -> list[int]:
@@ -149,9 +154,11 @@ class PrefixReader(HFLM):
 
 
 def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Evaluate a few-shot task of lm-eval, on the documents after those that serve as examples in every prompt. `data` is
-    what `mhla-hf evaluate --data-files` takes. "answers" are for each document [its index, whether the answer is right,
-    log-likelihoods of the choices]."""
+    """Evaluate a few-shot task of lm-eval, with its first documents as the examples in every prompt.
+
+    `data` is what `mhla-hf evaluate --data-files` takes. "answers" has, for each document, [its index, whether the answer
+    is right, log-likelihoods of the choices].
+    """
     name = job["task"]
     folder, shots = TASKS[name]
     task_folder = Path(lm_eval.tasks.__file__).parent / folder
@@ -169,8 +176,10 @@ def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any
 
 
 def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Answer prompts about passages of WikiText-2's test split, and `QUESTIONS`, by greedy decoding. "answers" are for each
-    [tokens of the prompt, its last line, the answer]."""
+    """Answer questions about passages of WikiText-2's test split, and `QUESTIONS`, by greedy decoding.
+
+    "answers" has, for each, [tokens of the prompt, its last line, the answer].
+    """
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.eos_token
     text, passages = read_text(data), []

@@ -40,7 +40,7 @@ def parse_call(
 
 
 def add_rows(out: str | Path, make_row: Callable[[Row], Row], jobs: Sequence[Row], command: str) -> Row:
-    """Compute the rows that a JSON file lacks in another process, which keeps what it caches, and write each at once."""
+    """Compute the rows that a JSON file lacks, in one worker process that keeps its caches, and write each at once."""
     out = Path(out)
     torch.set_num_threads(1)  # as in the worker, because the record states the threads of this process
     record = json.loads(out.read_text()) if out.exists() else {"rows": []}

@@ -107,8 +107,8 @@ def test_bad_text(tokenizer, tmp_path, name, content, words):
     path = tmp_path / name
     if content == "folder":
         path.mkdir()
-    elif content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    else:
+        path.write_text(content)
     with pytest.raises(ValueError, match=words) as caught:
         open_text(str(path), tokenizer, vocab_size=9).reader(10, 0, 0).take(1)
     assert "\n" not in str(caught.value)

@@ -95,7 +95,7 @@ def folders(tmp_path, monkeypatch):
         ("llama --context 0", "argument --context: got 0, expected a whole number of at least 1"),
         ("damaged", "config.json: got invalid JSON"),
         ("vit", "got 'vit', a vision tower, expected a causal language model"),
-        ("bloom", "got model type 'bloom', expected another one: its attention does not call transformers' attention"),
+        ("bloom", "got model type 'bloom', which cannot be converted: its attention does not call transformers' "),
     ],
 )
 def test_bad_input_is_one_sentence(folders, capsys, line, said):

@@ -217,9 +217,11 @@ class Journey:
     def scores_of(
         self, model: Any, rows: Sequence[torch.Tensor], teacher_states: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        """Score a model on rows of token ids `[T]`, of which the last one is the first half of a row, twice. Returns "kl"
-        and "loss" (means over `BIN` positions, in nats), "recall" (mean log-probability of the second copy of half a row),
-        and "written" (the model's continuation of a prompt)."""
+        """Score a model on rows of token ids `[T]`, of which the last one is the first half of a row, twice.
+
+        "kl" and "loss" are means over `BIN` positions, in nats, "recall" is the mean log-probability of the second copy, and
+        "written" continues a prompt.
+        """
         scores = [compare(model, ids, hidden(model, ids), x) for ids, x in zip(rows, teacher_states, strict=True)]
         kl, loss, _ = torch.stack(scores[:-1]).mean(0).unbind(-1)
         prompt = self.rows[:1, : min(PROMPT_TOKENS, self.length // 2)]

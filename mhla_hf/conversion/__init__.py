@@ -1,12 +1,10 @@
 """convert(): turns a softmax model into an MHLA model in place, with the base's weights.
 
-Everything is checked before anything is changed. One conversion serves all families of transformers
-(`transformers_models.py`) and one all of diffusers (`diffusers_models.py`). With text, a language model or text encoder then
-learns from its softmax original (`language.py`, `encoder.py`), and with samples, a diffusion or vision model
-(`calibration.py`).
+Everything is checked before anything is changed. All families of transformers are converted by `transformers_models.py`,
+all of diffusers by `diffusers_models.py`. With text, a language model or text encoder then learns from its softmax original
+(`language.py`, `encoder.py`); with samples, a diffusion or vision model does (`calibration.py`).
 """
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +13,7 @@ import torch
 
 from ..checkpoints.file_io import check_writable
 from ..nn.settings import MHLASettings
-from .model_family import is_of_diffusers, transformers_of
+from .model_family import is_of_diffusers, note_classes, transformers_of
 from .steps import converting
 from .teacher import kl_to_teacher
 from .transformers_models import convert_transformers_model
@@ -53,6 +51,7 @@ def convert(
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
             diffusers, or a pipeline with one or two, of the families in `models/families.py`. Save a tower inside a larger
             model, such as `CLIPModel.vision_model`, by its own `save_pretrained`: the larger model's would load as softmax.
+            A pipeline that was not given, but holds the transformer, needs `pipe.transformer = model` before it is saved.
         settings: All settings at once. Default: those of the model's family.
         tokenizer: The model's tokenizer, needed if `text` is not token ids.
         text: What to learn from; about 35,000 tokens of it are read, or 100,000 for an encoder. A text file, a folder of
@@ -88,26 +87,28 @@ def convert(
     with torch.inference_mode(False), converting(modules):  # which also enables gradients under torch.no_grad
         if samples is not None:
             check_unused("along with samples", text=text, **unused)
-            calibration = importlib.import_module(".calibration", __package__)
-            return calibration.convert_with_samples(model, settings, layers, overrides, samples, **learning)
+            from .calibration import convert_with_samples
+
+            return convert_with_samples(model, settings, layers, overrides, samples, **learning)
         if text is not None:
             if checkpoint is not None:
                 check_writable(checkpoint, "checkpoint")
-            language = importlib.import_module(".language", __package__)  # imports the data modules
+            from .language import convert_with_text  # imports the data modules
+
             learning |= unused
-            return language.convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning)
+            return convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning)
         check_unused("without text or samples", keep=keep, **unused)
         if is_of_diffusers(model):
-            diffusers_models = importlib.import_module(".diffusers_models", __package__)  # imports diffusers
-            checked = diffusers_models.check_conversion(model, settings, layers, overrides)
-            diffusers_models.convert_checked(checked)
-            diffusers_models.update_pipeline_configs(checked)
+            from .diffusers_models import check_conversion, convert_checked  # imports diffusers
+
+            convert_checked(model, check_conversion(model, settings, layers, overrides))
+            note_classes(model)
             return model
         return convert_transformers_model(model, settings, layers, overrides)
 
 
 def check_unused(reason: str, **arguments: object) -> None:
-    """Raise ValueError if one of some arguments, which a conversion would not read for the reason given, is not None."""
+    """Raise ValueError if an argument that this kind of conversion does not read is not None."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name}: got {value!r:.40} {reason}, expected None.")

@@ -21,7 +21,7 @@ from ..models.families import VISION, Family
 from ..models.vision.grid_attention import find_grid_attentions
 from ..nn.settings import MHLASettings
 from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
-from .model_family import family_of, is_of_diffusers
+from .model_family import family_of, is_of_diffusers, note_classes
 from .steps import check_learning, check_report, parse_share
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
@@ -136,7 +136,7 @@ def convert_with_samples(
         if any(not run[number] for run in calls):
             raise ValueError(f"samples: got some that do not run {type(transformer).__name__}, expected ones that do.")
     if is_of_diffusers(model):
-        diffusers_models.convert_checked(checked)
+        diffusers_models.convert_checked(model, checked)
     else:
         convert_in_place(*checked[0])
     for number, (transformer, _, mhla) in enumerate(checked):
@@ -146,8 +146,7 @@ def convert_with_samples(
         report["seconds"] = round(time.monotonic() - start_time)
         update_config(transformer, mhla_measured=report)
         logger.info("convert: error of the output %s", report["output"])
-    if is_of_diffusers(model):
-        diffusers_models.update_pipeline_configs(checked)
+    note_classes(model)
     return model
 
 

@@ -1,12 +1,10 @@
 """convert() for diffusers: the transformers of a pipeline become MHLA models in place."""
 
-import gc
 import inspect
+import logging
 import types
 from collections.abc import Sequence
 from typing import Any
-
-from diffusers import DiffusionPipeline
 
 from ..models.diffusion.inputs import find_self_attentions
 from ..models.diffusion.transformer import resolve_settings
@@ -15,7 +13,9 @@ from ..nn.settings import MHLASettings
 from .model_family import mhla_class, transformer_family, transformers_of
 from .steps import choose_settings, match_device_and_dtype
 
+logger = logging.getLogger("mhla_hf")
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
+EXPECTED = f"one of the {len(CONVERTIBLE)} transformers of diffusers that convert, such as {CONVERTIBLE[0]}"
 REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not convert
     "tokens of text and of images or video share one attention, in a form that is not supported": (
         "BriaTransformer2DModel BriaFiboTransformer2DModel BriaFibo2Transformer2DModel "
@@ -51,8 +51,10 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
 }
 
 
-def convert_checked(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
-    """Convert transformers in place; the configs of pipelines that hold them stay as they are."""
+def convert_checked(model: Any, checked: list[tuple[Any, Family, MHLASettings]]) -> None:
+    """Convert the transformers of a pipeline, or the one that `model` is, in place."""
+    if not hasattr(model, "components"):
+        logger.warning("convert: a pipeline that holds this transformer needs `pipe.transformer = model` to save it.")
     for transformer, family, settings in checked:
         model_class = mhla_class(family, type(transformer))
         transformer.__class__ = model_class
@@ -67,16 +69,6 @@ def convert_checked(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
 
 
-def update_pipeline_configs(checked: list[tuple[Any, Family, MHLASettings]]) -> None:
-    """Record the new classes of transformers in the configs of all pipelines that hold them, for model_index.json."""
-    transformers = [transformer for transformer, *_ in checked]
-    # diffusers has no public list of pipelines. type(), because isinstance() would run the code of proxies.
-    for pipeline in [item for item in gc.get_objects() if issubclass(type(item), DiffusionPipeline)]:
-        for name, component in list(vars(pipeline).items()):
-            if any(component is transformer for transformer in transformers):
-                setattr(pipeline, name, component)
-
-
 def check_conversion(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> list[tuple[Any, Family, MHLASettings]]:
@@ -86,8 +78,7 @@ def check_conversion(
     """
     transformers = transformers_of(model) if hasattr(model, "components") else [model]
     if not transformers:
-        expected = f"a pipeline of one of {CONVERTIBLE}"
-        raise ValueError(f"model: got {type(model).__name__}, which has no transformer, expected {expected}.")
+        raise ValueError(f"model: got {type(model).__name__}, which has no transformer, expected {EXPECTED}.")
     checked = []
     for transformer in transformers:
         model_class = mhla_transformer_class(transformer)
@@ -119,11 +110,11 @@ def mhla_transformer_class(transformer: Any) -> Any:
     """Return the MHLA class of a transformer of diffusers. Raise ValueError if it is MHLA already or does not convert."""
     base = type(transformer)
     if hasattr(transformer, "mhla_state"):
-        raise ValueError(f"model: got {base.__name__}, which is an MHLA model already; expected one of {CONVERTIBLE}.")
+        raise ValueError(f"model: got {base.__name__}, which is an MHLA model already, expected a softmax one.")
     family = transformer_family(base)
     if family is None:
         for reason, names in REFUSED_TRANSFORMERS.items():
             if base.__name__ in names.split():
-                raise ValueError(f"model: got {base.__name__}, expected another transformer: {reason}.")
-        raise ValueError(f"model: got {base.__name__} of {base.__module__}, expected one of diffusers' {CONVERTIBLE}.")
+                raise ValueError(f"model: got {base.__name__}, which cannot be converted: {reason}.")
+        raise ValueError(f"model: got {base.__name__} of {base.__module__}, expected {EXPECTED}.")
     return mhla_class(family, base)

@@ -20,8 +20,8 @@ def read_encoder_rows(
 ) -> Rows:
     """Read the batches that a text encoder is converted with; the arguments are those of `language.read_rows`.
 
-    The inputs of a batch have the same number of tokens, up to `ROW_TOKENS`, with the tokenizer's special tokens around
-    them. A short text is read repeatedly. There are no batches for gates.
+    The inputs of a batch are equally long, up to `ROW_TOKENS` with the tokenizer's special tokens around them. A short
+    text is read several times. There are no batches for gates.
     """
     if isinstance(text, str) and text == "self":
         raise ValueError(f'text: got "self" with {type(model).__name__}, which writes no text, expected a text.')
@@ -45,7 +45,7 @@ def read_encoder_rows(
 
 
 def cut_rows(rows: torch.Tensor, parts: int, around: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Cut rows into `parts` inputs each, [N, T] -> [N * parts, T // parts], special tokens around them included."""
+    """Cut rows into `parts` inputs each, with special tokens around them: [N, T] -> [N * parts, T // parts]."""
     length = max(rows.shape[1] // parts - sum(map(len, around)), 1)
     return with_special_tokens(rows[:, : parts * length].reshape(-1, length), around)
 

@@ -111,7 +111,7 @@ class GridFit(OutputFit):
     def attend(
         self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Compute the output of a core for the tokens of the grid, fp32 [B, T, H, V], as its parameters are."""
+        """Compute the output of a core, whose parameters are fp32 during the fit, for the tokens of the grid."""
         if options.get("hidden_states") is not None:
             options = {**options, "hidden_states": options["hidden_states"].float()}
         return attend_grid(core, q.float(), k.float(), v.float(), options)
@@ -152,7 +152,7 @@ def output_error(model: Any, calls: Sequence[Call], expected: Sequence[torch.Ten
 
 
 def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
-    """Compute the same error for the output of each MHLA layer, on the inputs that its softmax original gets, by index."""
+    """Compute the same error of each MHLA layer's output, by layer index, on the inputs of its softmax original."""
     layers = grid_layers(model)
     sums = {holder.mhla: torch.zeros(2, device=model.device) for holder in layers.values()}
 

@@ -25,6 +25,14 @@ def transformers_of(pipeline: Any) -> list[Any]:
     return [component for component in components if component is not None]
 
 
+def note_classes(model: Any) -> None:
+    """Record the classes that a pipeline's transformers have now in its config, which becomes model_index.json."""
+    if hasattr(model, "components"):
+        for name in TRANSFORMERS:
+            if getattr(model, name, None) is not None:
+                setattr(model, name, getattr(model, name))
+
+
 def is_of_diffusers(model: Any) -> bool:
     """Return whether an object is a pipeline or model of diffusers, without importing diffusers."""
     diffusers = sys.modules.get("diffusers")

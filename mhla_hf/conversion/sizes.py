@@ -17,7 +17,7 @@ from .transformers_models import convert_transformers_model
 
 
 class LayerSizes(NamedTuple):
-    """The cache of one MHLA layer: bytes per token if all its KV heads keep softmax, of the state if all are MHLA."""
+    """The size of one layer's cache: bytes per token with softmax in all KV heads, and of the state with MHLA in all."""
 
     num_kv_heads: int
     token_bytes: int
@@ -49,7 +49,7 @@ class CountingCore(nn.Module):
 
 def run_one_token(model: Any, **arguments: Any) -> Any:
     """Run the body of a model on the meta device over one token, and return its cache."""
-    model.set_experts_implementation("batched_mm")  # others read the number of tokens per expert, a value without data
+    model.set_experts_implementation("batched_mm")  # others read values, which are missing here
     ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # with 4 axes, it is not searched for padding
     with torch.device("meta"), torch.no_grad():

@@ -49,10 +49,10 @@ def converting(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 def choose_settings(
     settings: MHLASettings | None, defaults: MHLASettings, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> MHLASettings:
-    """Resolve the settings of a conversion: `layers`, unless it is None, then `overrides`, `settings`, and `defaults`.
+    """Resolve the settings of a conversion: `overrides` and `layers`, unless None, replace fields of the others.
 
-    Unless an override sets them, mixing without decays turns off `windowed`, and a missing window turns off the
-    options that need one.
+    Unless an override sets them, mixing without decays turns off `windowed`, and without a window, the options that need
+    one are off.
     """
     settings = defaults if settings is None else settings
     if not isinstance(settings, MHLASettings):
@@ -102,7 +102,9 @@ def check_report(report: dict[str, Any]) -> None:
     try:
         json.dumps(report, allow_nan=False)
     except ValueError:
-        raise ValueError("model: got outputs that are not finite, expected finite ones, as in a wider dtype.") from None
+        raise ValueError(
+            "model: got outputs that are not finite; convert it in a wider dtype, such as float32."
+        ) from None
 
 
 def check_learning(model: Any, effort: Any, seed: Any) -> None:

@@ -30,7 +30,7 @@ REFUSED = {  # reason -> model types of causal and masked language models that d
     "its scores have a relative position bias": "deberta deberta-v2 funnel mpnet",
     "its attention is an approximation already": "mra nystromformer yoso",
     "its attention is narrower than its layers": "mobilebert",
-    "it reads more than text, or proteins": "esm esmc layoutlm neomme perceiver",
+    "it reads proteins, or more than text": "esm esmc layoutlm neomme perceiver",
     "its layers do not tell their attention which tokens are padding, so padded batches would be wrong": (
         "nemotron stablelm"
     ),
@@ -152,7 +152,7 @@ def convertible_family(model: Any) -> Family:
         expected = "a language model or vision tower of transformers, or a pipeline"
         raise TypeError(f"model: got {type(model).__name__}, expected {expected}.")
     if getattr(config, "mhla", None) is not None:
-        raise ValueError(f"model: got {type(model).__name__}, which is an MHLA model already; expected a softmax one.")
+        raise ValueError(f"model: got {type(model).__name__}, which is an MHLA model already, expected a softmax one.")
     family = family_to_convert(model_type)
     if type(model) not in (convertible := base_classes(family)).values():
         raise ValueError(f"model: got {type(model).__name__}, expected {' or '.join(convertible)}.")
@@ -165,7 +165,7 @@ def family_to_convert(model_type: str) -> Family:
     if family is None:
         reasons = [reason for reason, types in REFUSED.items() if model_type in types.split()]
         reason = reasons[0] if reasons else "it was never tried"
-        raise NotConvertible(f"model: got model type {model_type!r}, expected another one: {reason}.")
+        raise NotConvertible(f"model: got model type {model_type!r}, which cannot be converted: {reason}.")
     return family
 
 
@@ -183,10 +183,11 @@ def choose_convertible(
         raise ValueError(f"layers: got layer {beyond[0]}, expected {expected}.")
     if not convertible:
         reason = next(iter(reasons.values()), "it has no attention of transformers' interface")
-        raise NotConvertible(f"model: got {config.model_type!r}, expected layers that can become MHLA: {reason}.")
+        raise NotConvertible(f"model: got {config.model_type!r}, none of whose layers can become MHLA: {reason}.")
     if not_convertible := [index for index in requested if index not in convertible]:
         reason = reasons.get(not_convertible[0], "it has no softmax attention")
-        raise ValueError(f"layers: got layer {not_convertible[0]}, expected some of {convertible}: {reason}.")
+        got = f"layer {not_convertible[0]}, which cannot become MHLA because {reason}"
+        raise ValueError(f"layers: got {got}; expected some of {convertible}.")
     if requested:
         return requested
     return [convertible[place] for place in settings.resolve_layers(len(convertible))]

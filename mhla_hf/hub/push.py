@@ -18,6 +18,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from ..checkpoints.file_io import SHARD_SIZE, PathLike, check_writable, summarize_error, temporary_folder
 from ..checkpoints.save import CARD_FILE, count_bytes, is_model_file
+from ..conversion.model_family import note_classes
 from .facts import Person, find_license
 from .folder_checks import stage_folder
 
@@ -203,6 +204,7 @@ def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
     if not callable(save_pretrained):
         raise TypeError(f"what: got {type(what).__name__}, expected a folder, a model or a pipeline.")
     check_writable(target, "what", count_bytes(what))
+    note_classes(what)
     save_pretrained(target, max_shard_size=SHARD_SIZE)
     if tokenizer is not None:
         tokenizer.save_pretrained(target)

@@ -165,7 +165,7 @@ def choose_implementation(
     refusal = None if impl == "auto" and no_kernels else triton_refusal(q, k, v, k_den)
     if impl == "triton":
         if refusal is not None:
-            raise ValueError(f"impl: got 'triton', expected another one: {refusal}.")
+            raise ValueError(f"impl: got 'triton', expected 'auto' or 'torch': {refusal}.")
         return impl
     reason, level = refusal, logging.INFO
     if no_kernels:

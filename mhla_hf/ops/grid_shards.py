@@ -29,7 +29,7 @@ def sharded_mhla(
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
         expected = f"shard {rank} of {blocks.length} tokens cut at {list(edges)}"
-        raise ValueError(f"q: got {q.shape[1]} tokens, expected {expected}.")
+        raise ValueError(f"q: got {q.shape[1]} tokens, expected those of {expected}.")
     if normalize == "official":
         raise ValueError("normalize: got 'official', expected True or False for sharded tokens.")
     sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32

@@ -1,4 +1,4 @@
-"""The arguments of an operator as one record, which is passed whole. `mhla` makes and checks its own once."""
+"""The arguments of `mhla` as one record, which is checked once and then passed on."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from .blocks import Blocks
 
 
 class MHLAOptions(NamedTuple):
-    """The arguments of `mhla` that are no tensors; `key_blocks` and `scale` are never None here."""
+    """The arguments of `mhla` that are not tensors; `key_blocks` and `scale` are never None here."""
 
     blocks: Blocks
     key_blocks: Blocks

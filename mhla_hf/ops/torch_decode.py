@@ -116,7 +116,7 @@ def append_tokens(inputs: MHLAInputs, state: MHLAState) -> tuple[TokenLayout, li
 
 
 def window_updates(inputs: MHLAInputs, state: MHLAState) -> list[tuple[Tensor, Tensor]]:
-    """Pair each window of a state with the new tokens to write into it."""
+    """Return pairs of a window of the state and the new tokens to write into it."""
     pairs = ((state.window_k, inputs.k), (state.window_v, inputs.v), (state.window_k_den, inputs.k_den))
     return [(window, new) for window, new in pairs if window is not None and new is not None]
 

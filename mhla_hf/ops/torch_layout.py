@@ -146,7 +146,7 @@ def shift_to_start(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute how to move packed sequences so that each begins at a block edge, in the most blocks M they can need.
+    """Compute how to move packed sequences so that each begins at a block edge. M is the largest number of blocks possible.
 
     Returns `source` [1, M * C] and `inverse` [1, T] of `MoveTokens`, and for each block [M] its index in its sequence and
     its sequence; unused blocks at the end have one of their own.

@@ -39,12 +39,6 @@ def decoded(model, model_type):
     return torch.cat(parts, 1)
 
 
-def padded_logits(model):
-    """The logits of IDS behind five tokens of padding."""
-    ids, mask = torch.nn.functional.pad(IDS, (5, 0)), torch.nn.functional.pad(torch.ones_like(IDS), (5, 0))
-    return model(ids, attention_mask=mask).logits[:, 5:]
-
-
 SAMPLED = ("cohere", "deepseek_v3", "gpt2", "llama", "mimo_v2_flash", "phi3", "qwen3_next", "smollm3")
 WITH_HEADS = [  # all but the one that has one KV head
     pytest.param(one, True, marks=[] if one in SAMPLED else pytest.mark.slow) for one in TYPES if one != "gpt_bigcode"
@@ -66,7 +60,8 @@ def test_a_converted_model_of_this_type(model_type, with_head, tmp_path):
     close = 1e-4 * max(1.0, float(whole.abs().max()))
     assert (whole - softmax).abs().max() > 1e-3, "the MHLA layers change nothing"
     assert (decoded(model, model_type) - whole).abs().max() <= close
-    assert (padded_logits(model) - whole).abs().max() <= close
+    padded, mask = (torch.nn.functional.pad(x, (5, 0)) for x in (IDS, torch.ones_like(IDS)))
+    assert (model(padded, attention_mask=mask).logits[:, 5:] - whole).abs().max() <= close
     if with_head:
         return
     later = torch.cat([IDS[:, :-1], IDS[:, -1:] % 50 + 4], 1)

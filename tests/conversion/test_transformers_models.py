@@ -2,18 +2,19 @@
 
 import pytest
 import torch
+import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from tools.small_encoders import softmax_encoder
 from tools.small_models import FAMILIES, converted_model, refused, scratch_model, softmax_model, tokens
+from tools.small_towers import converted_tower, small_clip, softmax_tower
 from transformers import LlamaModel
 
 import mhla_hf
 
-
-def sliding_qwen2():
-    return softmax_model("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=2)
+SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
 
 
-CONVERT = [
+CONVERT = [  # a model, settings, and what is said of them
     (lambda: torch.nn.Linear(2, 2), {}, "model: got Linear"),
     (lambda: type("Own", (LlamaModel,), {})(softmax_model().config), {}, "model: got Own, expected LlamaForCausalLM"),
     (scratch_model, {}, "MHLA model already"),
@@ -23,18 +24,43 @@ CONVERT = [
     (softmax_model, {"impl": "reference"}, "impl"),
     (lambda: softmax_model(num_hidden_layers=1), {"layers": "2/3"}, 'layers: got "2/3" for 1 layer'),
     (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "become MHLA: it sees only the last 16"),
-    (sliding_qwen2, {"layers": [0, 2]}, "layers: got layer 2, expected some of [0, 1]: it sees"),
-    (lambda: softmax_model(is_causal=False), {"layers": [1]}, "is_causal")
+    (lambda: softmax_model("qwen2", **SLIDING), {"layers": [0, 2]}, "layers: got layer 2, which cannot become MHLA because"),
+    (lambda: softmax_model(is_causal=False), {"layers": [1]}, "is_causal"),
+    (small_clip, {}, "'clip'"),
+    (lambda: converted_tower("ViTModel"), {}, "MHLA model already"),
+    (lambda: softmax_tower("ViTModel"), {"layout": [4]}, "layout: got [4]"),
+    (lambda: softmax_tower("ViTModel"), {"normalize": "official"}, "normalize"),
+    (lambda: softmax_tower("ViTModel").layers[0], {}, "ViTLayer"),
+    (lambda: softmax_encoder("bert", is_decoder=True), {}, "'bert'", "it sees only earlier tokens (is_decoder=True)"),
+    (lambda: softmax_encoder("bert", is_decoder=True, add_cross_attention=True), {}, "'bert'", "(is_decoder=True)"),
+    (lambda: softmax_encoder("modernbert"), {"layers": [1]}, "layer 1", "it sees only its neighbors (sliding_window)"),
+    (lambda: transformers.BertLMHeadModel(softmax_encoder("bert").config), {}, "BertLMHeadModel", "BertForMaskedLM"),
 ]  # fmt: skip
+MATRIX = {"mixing_form": "softmax"}
+OF_ENCODERS = [
+    ({**MATRIX, "layout": [4]}, "layout", "expected none for an encoder"),
+    ({"cpe": 3}, "cpe", "expected none for an encoder"),
+    ({"normalize": "official"}, "normalize", "for an encoder"),
+    ({"windowed": False}, "windowed", "expected true for an encoder"),
+    ({"sinks": 4}, "sinks", "expected 0 for an encoder"),
+    ({"length_power": True}, "length_power", "expected False for an encoder"),
+    ({"window_dropout": 0.5}, "window_dropout", "expected 0 for an encoder"),
+    ({"impl": "triton"}, "impl", 'expected "auto" or "torch" for an encoder'),
+    ({"softmax_heads": {0: [1]}}, "softmax_heads", "expected None for an encoder"),
+    ({"rope": "after"}, "rope", 'expected "before"'),
+    ({"layers": [3]}, "layers", "layer 3"),
+]
+CONVERT += [(lambda: softmax_encoder("bert"), *row) for row in OF_ENCODERS]
 
 
-@pytest.mark.parametrize(("make", "arguments", "word"), CONVERT)
-def test_convert(make, arguments, word):
+@pytest.mark.parametrize("case", CONVERT, ids=lambda case: case[2])
+def test_convert(case):
+    make, arguments, *words = case
     model = make()
-    before = None if isinstance(model, str) else (type(model), set(model.state_dict()))
-    with refused(word, kind=(TypeError, ValueError)):
+    before = type(model), set(model.state_dict())
+    with refused(*words, kind=(TypeError, ValueError)):
         mhla_hf.convert(model, **arguments)
-    assert before is None or before == (type(model), set(model.state_dict()))
+    assert before == (type(model), set(model.state_dict()))
 
 
 def test_offloaded_layers_are_refused_and_hooked_ones_work():

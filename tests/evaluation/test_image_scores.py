@@ -21,15 +21,7 @@ from tools.tiny_pipelines import dit_pipeline
 import mhla_hf
 from mhla_hf.checkpoints.fingerprint import hash_file
 from mhla_hf.evaluation import image_scores
-from mhla_hf.evaluation.image_scores import (
-    Extractor,
-    Moments,
-    find_extractor,
-    frechet_distance,
-    inception_score,
-    load_inception,
-    precision_recall,
-)
+from mhla_hf.evaluation.image_scores import Moments, frechet_distance, inception_score, load_inception, precision_recall
 
 
 def features(count, width, seed, shift=0.0):
@@ -71,8 +63,8 @@ def test_precision_and_recall_are_torch_fidelitys(fidelity):
 
 
 BAD = [
-    (lambda: Extractor("judge", features, ""), "version: got '', expected a text that changes when"),
-    (lambda: find_extractor("digits"), "expected 'inception', 'module:function'"),
+    (lambda: image_scores.Extractor("judge", features, ""), "version: got '', expected a text that changes when"),
+    (lambda: image_scores.find_extractor("digits"), "expected 'inception', 'module:function'"),
     (lambda: Moments.of(torch.zeros(1, 3)), "expected [N, D] with N of at least 2"),
     (lambda: inception_score(torch.zeros(15, 3), splits=10), "images: got 15 for 10 splits"),
     (lambda: precision_recall(torch.zeros(3, 2), torch.zeros(9, 2)), "3 samples, 9 references"),

@@ -12,20 +12,12 @@ import datasets
 import numpy
 import pytest
 import torch
+import transformers
 from PIL import Image
 from tools.small_models import refused
 from tools.small_scores import color_judge, colors
 from tools.tiny_pipelines import dit_pipeline
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    CLIPProcessor,
-    CLIPTokenizer,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTImageProcessorPil,
-)
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 import mhla_hf
 from mhla_hf.evaluation import images as judging
@@ -91,9 +83,8 @@ def test_a_stop_is_resumed_and_gives_the_same_images_and_the_scores_of_the_files
     mine, theirs = (colors(x.permute(0, 3, 1, 2))["features"] for x in (images, torch.from_numpy(reference[0])))
     distance = found.find("imagenet_256", "Fréchet distance (color judge)")
     assert distance.value == pytest.approx(frechet_distance(Moments.of(mine), Moments.of(theirs)), rel=1e-6)
-    assert found.find("imagenet_256", "precision (color judge)").value == pytest.approx(
-        precision_recall(mine, theirs)[0]
-    )
+    precision = found.find("imagenet_256", "precision (color judge)").value
+    assert precision == pytest.approx(precision_recall(mine, theirs)[0])
     assert (distance.samples, distance.seed, distance.shots, distance.higher_is_better) == (22, 3, 0, False)
     assert "--recipe table_9_class_to_image --set reference=" in distance.command and "color judge" in distance.command
     for changes, says in (({"settings": {"sampling.num_inference_steps": 3}, "seed": 3}, "sampling"), ({}, "plan")):
@@ -165,15 +156,16 @@ def save_clip(folder):
     vocabulary = {token: n for n, token in enumerate([*letters, *(f"{one}</w>" for one in letters), *ends])}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
+    tokenizer = transformers.CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     start, end = (vocabulary[one] for one in ends)
     text = {**small, "vocab_size": len(vocabulary), "max_position_embeddings": 16}
     text |= {"bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
-    config = CLIPConfig(text_config=text, vision_config={**small, "image_size": 8, "patch_size": 4}, projection_dim=6)
-    CLIPModel(config).save_pretrained(folder)
-    images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    vision = {**small, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=6)
+    transformers.CLIPModel(config).save_pretrained(folder)
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    transformers.CLIPProcessor(images, tokenizer).save_pretrained(folder)
     return folder
 
 
@@ -184,7 +176,10 @@ def test_the_clip_score_of_a_text_pipeline(tmp_path):
     options = {"recipe": "table_4_text_to_image", "tasks": ["CLIP score"], "settings": settings, "progress": False}
     compared = mhla_hf.evaluate({"sana": Painter()}, batch_size=4, **options)
     (record,) = compared["sana"]
-    model, processor = CLIPModel.from_pretrained(clip).eval(), CLIPProcessor.from_pretrained(clip)
+    model, processor = (
+        transformers.CLIPModel.from_pretrained(clip).eval(),
+        transformers.CLIPProcessor.from_pretrained(clip),
+    )
     values = []
     for number, file in enumerate(sorted((tmp_path / "samples").rglob("*.png"))):
         prompt = prompts.read_text().splitlines()[number % 2]

@@ -6,25 +6,10 @@ import math
 import pytest
 import torch
 from tools.small_towers import softmax_tower
-from torch import nn
 
 from experiments import attention
 from mhla_hf.nn.grid import GridMHLA
 from mhla_hf.nn.settings import MHLASettings
-
-
-class GridLayer(nn.Module):
-    """One MHLA layer over a grid, its core shaken."""
-
-    def __init__(self, prefix=0, **settings):
-        super().__init__()
-        settings = MHLASettings(layout=[2, 3], feature_map="relu", per_head=True, **settings)
-        self.mhla = GridMHLA(settings, prefix=prefix, num_heads=2, key_dim=6, value_dim=6, hidden_size=8)
-        for parameter in self.parameters():
-            parameter.data += 0.3 * torch.randn(parameter.shape)
-
-    def forward(self, q, k, v, **options):
-        self.output = self.mhla(q, k, v, **options)
 
 
 def whole(call, sample):
@@ -35,11 +20,15 @@ def whole(call, sample):
 def test_a_grid_layers_matrix_times_v_is_its_output(normalize, prefix):
     grid = (4, 6) if normalize == "official" else (5, 7)  # that denominator needs equal blocks
     q, k, v = (torch.randn(2, math.prod(grid) + prefix, 2, 6) for _ in range(3))
-    layer, mask = GridLayer(prefix, normalize=normalize), torch.rand(2, math.prod(grid) + prefix) > 0.2
-    (call,) = attention.record_model(layer, {"q": q, "k": k, "v": v, "grid": grid, "key_mask": mask})
+    settings = MHLASettings(layout=[2, 3], feature_map="relu", per_head=True, normalize=normalize)
+    core = GridMHLA(settings, prefix=prefix, num_heads=2, key_dim=6, value_dim=6, hidden_size=8)
+    for parameter in core.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    options = {"grid": grid, "key_mask": torch.rand(2, math.prod(grid) + prefix) > 0.2}
+    (call,) = attention.record_model(core, {"q": q, "k": k, "v": v, **options})
     for sample in range(2):
         product = torch.einsum("hts,shv->thv", whole(call, sample), v[sample].double())
-        torch.testing.assert_close(product.float(), layer.output[sample], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(product.float(), core(q, k, v, **options)[sample], rtol=1e-4, atol=1e-5)
 
 
 def test_softmax_matrices_are_those_that_the_model_itself_gives():

@@ -8,15 +8,29 @@ import math
 import statistics
 
 import pytest
-from tools.small_recipes import STUDENT, TEACHER
 
 import mhla_hf
 from experiments.demo import lookups, toy
 from experiments.demo.report import collect, render_report, tokens_to_loss
-from experiments.demo.text import hold_out, make_tokenizer, read_text
+from experiments.demo.text import hold_out, read_text
 from experiments.demo.toy import FULL, Toy, run_toy
 from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import check_card
+
+TEACHER = """
+settings: {vocab_size: 440, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 3, num_attention_heads: 2,
+  num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: true, attention_bias: true}
+stages:
+  - {name: language model, loss: lm, steps: 6, lr: 3e-3, batch_size: 2, seq_len: 64}
+run: {save_every: 6}
+"""
+STUDENT = """
+settings: {layers: all, block_size: 16}
+stages:
+  - {name: transfer, loss: transfer, trainable: mhla, steps: 2, lr: 1e-2, batch_size: 2, seq_len: 64}
+  - {name: distill, loss: logits, steps: 4, lr: 1e-3, lr_mhla: 1e-2, batch_size: 2, seq_len: 256}
+run: {save_every: 1}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +64,7 @@ def journey(short, tmp_path_factory):
     return out, run(out)
 
 
-def test_what_lies_in_out(journey):
+def test_what_lies_in_out_and_run_again_it_trains_and_measures_nothing(journey):
     out, printed = journey
     results = json.loads((out / "results.json").read_text())
     assert list(results["models"]) == list(FULL) and results["seeds"] == [0]
@@ -73,10 +87,6 @@ def test_what_lies_in_out(journey):
     for label in ("softmax teacher", "MHLA", "plain linear", "hybrid 1 in 4"):
         assert label in printed
     assert "loaded as transformers_modules." in printed and "logits equal bit for bit" in printed
-
-
-def test_run_again_it_trains_and_measures_nothing(journey):
-    out, _ = journey
     kept = [path for name in FULL for path in (out / name).iterdir() if path.name != "README.md"]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in kept if path.name != "card.json"}
     printed = run(out)
@@ -151,11 +161,6 @@ def test_a_measured_start_is_not_measured_again(journey, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run_toy(tmp_path / "out", progress=False)
     assert measured == [0.25] and distilled == 2 * [{"softmax_heads": {"1": [0]}}]
-
-
-def test_tokenizer_keeps_every_byte():
-    tokenizer, strange = make_tokenizer(read_text()[0][:80_000], 300, 512), "naïve ✓ \x00\t\n 語"
-    assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange and len(tokenizer) == 300
 
 
 def test_spread_is_over_seeds(journey):

@@ -1,8 +1,5 @@
 """The distillation of calibrated grids, in miniature."""
 
-import pytest
-
-from experiments import calibrate_grids
 from experiments import distill_grids as grids
 from experiments.calibrate_grids import TASKS
 from mhla_hf.conversion import calibration
@@ -11,20 +8,14 @@ TINY = grids.Recipe(trajectories=2, batch=2, steps=2, samples=20)
 RECORD = {"command": "", "hardware": "", "versions": {"torch": "", "transformers": ""}}
 
 
-@pytest.fixture(autouse=True)
-def miniature(monkeypatch):
+def test_every_model_gets_a_row_of_the_table(tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "dit", TASKS["dit"]._replace(steps=2, batch=2, fit_batch=1, frame_steps=1))
     for name in ("FIT_STEPS", "RUNS", "HELD_OUT_RUNS"):
         monkeypatch.setattr(calibration, name, 1)
-    for module, names in (
-        (calibrate_grids, "FIT_SAMPLING_STEPS HELD_OUT_STEPS"),
-        (grids, "SAMPLING_STEPS JUDGE_STEPS"),
-    ):
-        for name in names.split():
-            monkeypatch.setattr(module, name, 2)
-
-
-def test_every_model_gets_a_row_of_the_table(tmp_path):
+    for name in ("calibrate_grids.FIT_SAMPLING_STEPS", "calibrate_grids.HELD_OUT_STEPS"):
+        monkeypatch.setattr(f"experiments.{name}", 2)
+    for name in ("SAMPLING_STEPS", "JUDGE_STEPS"):
+        monkeypatch.setattr(grids, name, 2)
     jobs = [{"task": "dit", "model": model, "seed": 0, **TINY._asdict()} for model in grids.MODELS]
     rows = [grids.make_row(job, tmp_path) for job in jobs]
     for job, row in zip(jobs, rows, strict=True):

@@ -9,9 +9,7 @@ from tools.small_scores import TRAINING, small_tokenizer
 from experiments import encoder
 
 
-@pytest.fixture
-def arguments(tmp_path):
-    """A tiny encoder in a folder, a text and pairs of sentences."""
+def test_rows_and_their_table(tmp_path, monkeypatch):
     tokenizer = small_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     softmax_encoder("bert", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
@@ -22,10 +20,7 @@ def arguments(tmp_path):
     pairs = [dict(zip(("sentence1", "sentence2", "score"), pair, strict=True)) for pair in pairs]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     names = {"fit": "text.txt", "long": "text.txt", "sts": "pairs.jsonl", "model": "model"}
-    return {name: str(tmp_path / file) for name, file in names.items()} | {"folders": {}}
-
-
-def test_rows_and_their_table(arguments, monkeypatch):
+    arguments = {name: str(tmp_path / file) for name, file in names.items()} | {"folders": {}}
     monkeypatch.setattr(encoder, "LENGTHS", {32: 8, 64: 6})
     monkeypatch.setattr(encoder, "KEYS", {"sts": "STS-B", "cosine 64": "cosine, 64", "rank 64": "rank, 64"})
     monkeypatch.setattr(encoder, "MAX_SENTENCE_TOKENS", 60)

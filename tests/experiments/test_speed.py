@@ -3,23 +3,17 @@
 import argparse
 import json
 
-import pytest
-
 from experiments import speed
 
 TINY = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 3, "num_key_value_heads": 3}
 
 
-@pytest.fixture
-def quick(monkeypatch):
+def test_measured_and_rendered(monkeypatch, tmp_path):
     """One short round, without a compiler."""
     for name, value in {"STEPS": 2, "ROUNDS": 1, "PREFILLED": 80}.items():
         monkeypatch.setattr(speed, name, value)
     monkeypatch.setattr(speed.torch, "compile", lambda model, **options: model)
-
-
-def test_measured_and_rendered(quick, tmp_path):
     settings = {"softmax_heads": {"1": [2]}, "block_size": 8}
     options = {
         "lengths": (96, 1600),

@@ -16,7 +16,6 @@ from tools.tiny_pipelines import PIPELINES, generate
 import mhla_hf
 from mhla_hf.hub.push import push
 
-TESTS = Path(__file__).parents[1]
 LOADER = """
 import torch
 torch.set_num_threads(1)
@@ -43,13 +42,6 @@ for name, (kind, revision) in given["models"].items():
 save_file(out, "out.safetensors")
 print(json.dumps([homes, [name for name in ("mhla_hf", "triton") if sys.modules[name]]]))
 """
-
-
-def load_elsewhere(hub, folder, **given):
-    """Run `LOADER` in an empty folder and home, with this Hub; the last line it prints, as JSON."""
-    folder.mkdir()
-    (folder / "given.json").write_text(json.dumps({"tests": str(TESTS), **given}))
-    return run_elsewhere(LOADER, folder, ("mhla_hf", "triton"), hub.environment(folder / "hf"))[0]
 
 
 def pipeline(family, folder):
@@ -81,9 +73,12 @@ def test_pushed_models_load_by_id_at_a_pinned_revision(hub, unvisited, tmp_path,
     pipe.push_to_hub("tester/by-diffusers")
     models["by-diffusers"] = ("pipeline", hub.repos["tester/by-diffusers"].refs["refs/heads/main"])
     wanted["by-diffusers"] = wanted["dit"]
-    given = {"models": models, "ids": ids.tolist(), "pixels": pixels.tolist()}
-    homes, forbidden = load_elsewhere(hub, tmp_path / "visitor", **given)
-    found = load_file(tmp_path / "visitor" / "out.safetensors")
+    given = {"tests": str(Path(__file__).parents[1]), "models": models, "ids": ids.tolist(), "pixels": pixels.tolist()}
+    (visitor := tmp_path / "visitor").mkdir()
+    (visitor / "given.json").write_text(json.dumps(given))
+    environment = hub.environment(visitor / "hf")
+    homes, forbidden = run_elsewhere(LOADER, visitor, ("mhla_hf", "triton"), environment)[0]
+    found = load_file(visitor / "out.safetensors")
     assert forbidden == [] and set(found) == set(wanted)
     for name, home in homes.items():
         assert home.startswith(("transformers_modules.tester.", "diffusers_modules.local.modeling_mhla_")), home

@@ -93,11 +93,8 @@ def test_a_pipeline_for_an_official_checkpoint_asks_nothing(shelf, questions):
 
 
 CODE = "someone/evil--code.Thing"
-NAMED = {
-    "custom_pipelines": {"text-generation": {"impl": CODE}},
-    "custom_generate": CODE,
-    "auto_map": {"AutoConfig": CODE},
-}
+NAMED = {"custom_pipelines": {"text-generation": {"impl": CODE}}, "auto_map": {"AutoConfig": CODE}}
+NAMED["custom_generate"] = CODE
 NO_CODE = {"some_number": 3, "tokenizer_class": "TokenizersBackend", "transformers.js_config": {"dtype": "q4"}}
 
 

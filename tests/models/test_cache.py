@@ -155,9 +155,8 @@ def test_no_square_mask_is_made():
     """Neither in the first turn nor in a later one: long contexts would pay for it."""
     for model in (scratch_model(), converted_model()):
         seen, ids = [], tokens(1, 40)
-        model.base_model.layers[0].register_forward_pre_hook(
-            lambda module, args, kwargs, seen=seen: seen.append(kwargs.get("attention_mask")), with_kwargs=True
-        )
+        keep = lambda module, args, kwargs, seen=seen: seen.append(kwargs.get("attention_mask"))  # noqa: E731
+        model.base_model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
         cache = DynamicCache(config=model.config)
         for length in (10, 40):
             model.generate(ids[:, :length], **{CACHE: cache}, max_new_tokens=4)

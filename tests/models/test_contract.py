@@ -62,13 +62,15 @@ def test_frozen_mixing_stays_frozen_through_save_and_load(tmp_path):
         assert not any(p.requires_grad for n, p in one.named_parameters() if n.endswith("mixing.weight"))
 
 
-def test_half_precision_keeps_the_mixing_in_fp32(model, tmp_path, dtype=torch.bfloat16):
+def test_copies_and_half_precision_which_keeps_the_mixing_in_fp32(model, tmp_path, dtype=torch.bfloat16):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype == (torch.float32 if ".mixing." in name else dtype), name
     ids = tokens(1, 33)
     a, b = model(ids).logits, loaded(ids).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(ids).logits, a)
     assert b.dtype == dtype
     assert (a - b.float()).norm() / a.norm() < 0.1
     # After .to(), the mixing is rounded, but used in fp32 all the same.
@@ -87,21 +89,12 @@ def test_missing_new_weights_get_their_start(tmp_path):
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-def test_copies(model):
-    ids = tokens(1, 20)
-    expected = model(ids).logits
-    assert torch.equal(copy.deepcopy(model)(ids).logits, expected)
-    assert torch.equal(pickle.loads(pickle.dumps(model))(ids).logits, expected)
-
-
 @pytest.mark.parametrize("family", ["scratch", *FAMILIES])
 def test_softmax_classes_refuse_the_folder(family, tmp_path):
     """They would load all but `mhla.*` with a warning; tokenizers, which read the configuration too, are not stopped."""
     model = scratch_model() if family == "scratch" else converted_model(family, layers=[1])
     model.save_pretrained(tmp_path)
-    if (
-        family == "mixtral"
-    ):  # transformers renames and merges expert weights by model type; the converted type inherits that
+    if family == "mixtral":  # whose expert weights transformers renames and merges by model type
         assert any(".block_sparse_moe.experts.0.w1.weight" in key for key in load_file(tmp_path / "model.safetensors"))
     name = FAMILIES.get(family, FAMILIES["llama"])[0]
     for stock in (f"{name}ForCausalLM", f"{name}Model"):

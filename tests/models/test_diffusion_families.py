@@ -17,6 +17,7 @@ from tools.tiny_pipelines import inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf.models.diffusion.inputs import find_self_attentions
+from mhla_hf.ops.blocks import Blocks
 
 ALL = {**SIZES, **JOINT_SIZES}
 SOFTMAX = F.scaled_dot_product_attention
@@ -62,17 +63,6 @@ def latents_of(family, frames=3, rows=5, columns=7):
     return size[1:] if family == "hunyuan-dit" else size
 
 
-def blocks_of(size, layout):
-    """The block of each token, when each axis is cut as `numpy.array_split` cuts it: int64 [T]."""
-    block = torch.zeros(1, dtype=torch.long)
-    for side, count in zip(size, layout, strict=True):
-        places = torch.cat(
-            [torch.full((len(part),), i) for i, part in enumerate(torch.arange(side).tensor_split(count))]
-        )
-        block = (block[:, None] * count + places).flatten()
-    return block
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("frames", [3, 1])
 @pytest.mark.parametrize("family", SIZES)
@@ -84,7 +74,7 @@ def test_the_paper_s_form_is_its_definition(family, frames):
     layers = model.config.mhla["layers"]
     cores = [getattr(attention.processor, "mhla", None) for attention in find_self_attentions(model)]
     size, layout = ((frames, 5, 7), (min(2, frames), 2, 3)) if axes == 3 else ((5, 7), (2, 3))
-    block = blocks_of(size, layout)
+    block = Blocks.grid(size, layout).index()
 
     def attend(index, q, k, v, _):
         mixing = cores[index].mixing.weight.softmax(-1)
@@ -119,17 +109,12 @@ def test_a_batch_is_its_samples_and_softmax_layers_are_stock(family):
     arguments = inputs(family, batch=2)
     both, softmax = model(**arguments).sample, stock(**arguments).sample
     for index in range(2):
-        outputs = [seen[name, index] for name in ("mhla", "stock")]
-        assert all(
-            torch.equal(*pair) for pair in zip(*(o if isinstance(o, tuple) else [o] for o in outputs), strict=True)
-        )
+        torch.testing.assert_close(seen["mhla", index], seen["stock", index], rtol=0, atol=0)
     assert distance(both, softmax) > 1e-3
     for row in range(2):
-        rows = {
-            name: value[row : row + 1] if isinstance(value, torch.Tensor | list) and len(value) == 2 else value
-            for name, value in arguments.items()
-        }
-        assert distance(model(**rows).sample, both[row : row + 1]) <= 1e-5
+        by_row = [name for name, x in arguments.items() if isinstance(x, torch.Tensor | list) and len(x) == 2]
+        alone = {**arguments, **{name: arguments[name][row : row + 1] for name in by_row}}
+        assert distance(model(**alone).sample, both[row : row + 1]) <= 1e-5
 
 
 @pytest.mark.parametrize("family", [family for family in ALL if ALL[family][0]._supports_gradient_checkpointing])
@@ -160,11 +145,8 @@ def test_bf16_is_near(family, tmp_path):
     for name, value in half.named_parameters():
         if ".mhla." in name:
             assert value.dtype == (torch.float32 if ".mixing." in name else torch.bfloat16), name
-    floats = {
-        name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
-    output = half(**floats).sample
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    output = half(**{**arguments, **{name: x.bfloat16() for name, x in tensors.items()}}).sample
     assert output.dtype == torch.bfloat16 and distance(output.float(), expected) <= 0.1
 
 

@@ -14,9 +14,8 @@ from tools.model_checks import by_definition, checkpointing_changes_nothing, one
 from tools.ops_cases import distance
 from tools.small_encoders import ENCODER_TYPES, PAD, SLIDING, converted_encoder, softmax_encoder
 from tools.small_models import refused
-from transformers import AutoModel, AutoModelForSequenceClassification, BertConfig
+from transformers import AutoModel, AutoModelForSequenceClassification
 
-import mhla_hf
 from mhla_hf.hub.facts import read_model
 from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.encoder.encoder_attention import find_encoder_attentions
@@ -153,38 +152,6 @@ def test_what_a_caller_may_give(model_type):
     assert find_encoder_attentions(half)[0].mhla.mixing.weight.isfinite().all()
     calls = {}, {"attention_mask": mask}
     one_graph(model, lambda model, call: model(rows, **call).last_hidden_state, *calls)
-
-
-SETTINGS = {
-    "layout": ({"layout": [4], **MATRIX}, "expected none for an encoder"),
-    "cpe": ({"cpe": 3}, "expected none for an encoder"),
-    "normalize": ({"normalize": "official"}, "for an encoder"),
-    "windowed": ({"windowed": False}, "expected true for an encoder"),
-    "sinks": ({"sinks": 4}, "expected 0 for an encoder"),
-    "length_power": ({"length_power": True}, "expected False for an encoder"),
-    "window_dropout": ({"window_dropout": 0.5}, "expected 0 for an encoder"),
-    "impl": ({"impl": "triton"}, 'expected "auto" or "torch" for an encoder'),
-    "softmax_heads": ({"softmax_heads": {0: [1]}}, "expected None for an encoder"),
-    "rope": ({"rope": "after"}, 'expected "before"'),
-    "layers": ({"layers": [3]}, "layer 3"),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_of_other_models_are_refused(name):
-    arguments, words = SETTINGS[name]
-    with refused(name, words):
-        mhla_hf.convert(softmax_encoder("bert"), **arguments)
-
-
-def test_what_would_be_lost_is_refused():
-    for extra in ({}, {"add_cross_attention": True}):
-        with refused("'bert'", "it sees only earlier tokens (is_decoder=True)"):
-            mhla_hf.convert(softmax_encoder("bert", is_decoder=True, **extra))
-    with refused("layer 1", "it sees only its neighbors (sliding_window)"):
-        mhla_hf.convert(softmax_encoder("modernbert"), layers=[1])
-    with refused("BertLMHeadModel", "BertForMaskedLM"):
-        mhla_hf.convert(transformers.BertLMHeadModel(BertConfig(**softmax_encoder("bert").config.to_diff_dict())))
 
 
 def test_what_a_layer_cannot_do_is_refused():

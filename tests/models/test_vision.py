@@ -10,16 +10,8 @@ import torch.nn.functional as F
 import transformers
 from tools.model_checks import by_definition, checkpointing_changes_nothing, one_graph
 from tools.ops_cases import distance
-from tools.small_models import refused
-from tools.small_towers import TOWERS, converted_tower, images, output_of, small_classifier, softmax_tower
-from transformers import (
-    AutoImageProcessor,
-    AutoModel,
-    AutoModelForImageClassification,
-    CLIPConfig,
-    CLIPForImageClassification,
-    CLIPModel,
-)
+from tools.small_towers import TOWERS, converted_tower, images, output_of, small_classifier, small_clip, softmax_tower
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
@@ -31,15 +23,12 @@ PAPER_MILLIONS = {"deit-t": 5.7, "deit-s": 22, "vlt-t": 16, "vlt-s": 27}  # tabl
 
 
 @pytest.mark.parametrize("name", PAPER_MILLIONS)
-def test_parameter_counts_of_table_2(name):
+def test_parameter_counts_and_padding_of_the_paper(name):
     with torch.device("meta"):
         model = MHLAForImageClassification(MHLAVisionConfig.preset(name))
     assert model.num_parameters() / 1e6 == pytest.approx(PAPER_MILLIONS[name], rel=0.02)
-
-
-def test_padding_of_the_paper():
-    config = MHLAVisionConfig.preset("deit-t")
-    assert [config.padded_sides(size, size)[0] for size in (224, 256, 384, 512)] == [256, 256, 384, 512]
+    padded = [model.config.padded_sides(size, size)[0] for size in (224, 256, 384, 512)]
+    assert padded == [256, 256, 384, 512] or name != "deit-t"
 
 
 PREFIXES = {"ViT": 1, "DeiT": 2, "Dinov2": 1, "Dinov2WithRegisters": 5, "DINOv3ViT": 4, "CLIPVision": 1}
@@ -137,10 +126,8 @@ def test_standard_outputs_and_gradients_of_two_grids_together(name):
         return sum(model(pixels, labels=labels, **resizing(name)).loss for pixels in sizes)
 
     grads = checkpointing_changes_nothing(model.train(), loss)
-    learned = {
-        key for key, p in model.named_parameters() if p.requires_grad and (name not in TOWERS or ".mhla." in key)
-    }
-    assert learned <= grads.keys()
+    learned = {key for key, p in model.named_parameters() if p.requires_grad}
+    assert {key for key in learned if name not in TOWERS or ".mhla." in key} <= grads.keys()
 
 
 def test_compiles_as_one_graph():
@@ -194,32 +181,9 @@ def test_calls(call, words):
     assert words in str(error.value), error.value
 
 
-def small_clip(whole=CLIPModel):
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return whole(CLIPConfig(text_config={**small, "vocab_size": 20}, vision_config={**small, "image_size": 32})).eval()
-
-
-@pytest.mark.parametrize("whole", [CLIPModel, CLIPForImageClassification])
+@pytest.mark.parametrize("whole", [transformers.CLIPModel, transformers.CLIPForImageClassification])
 def test_a_tower_inside_a_larger_model_is_saved_by_itself(whole, tmp_path):
     model, fresh = small_clip(whole), small_clip(whole)
     mhla_hf.convert(model.vision_model).save_pretrained(tmp_path / "tower")
     fresh.vision_model = mhla_hf.MHLACLIPVisionModel.from_pretrained(tmp_path / "tower")
     assert torch.equal(*(own.vision_model(images()).pooler_output for own in (model, fresh)))
-
-
-CONVERT = [
-    (small_clip, {}, "'clip'"),
-    (lambda: converted_tower("ViTModel"), {}, "MHLA model already"),
-    (lambda: softmax_tower("ViTModel"), {"layout": [4]}, "layout: got [4]"),
-    (lambda: softmax_tower("ViTModel"), {"normalize": "official"}, "normalize"),
-    (lambda: softmax_tower("ViTModel").layers[0], {}, "ViTLayer"),
-]
-
-
-@pytest.mark.parametrize(("make", "arguments", "word"), CONVERT)
-def test_convert(make, arguments, word):
-    model = make()
-    before = type(model), set(model.state_dict())
-    with refused(word, kind=(TypeError, ValueError)):
-        mhla_hf.convert(model, **arguments)
-    assert before == (type(model), set(model.state_dict()))

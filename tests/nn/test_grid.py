@@ -1,6 +1,4 @@
-"""The grid core against the formula of the paper, written out token by token and independently of `ops`."""
-
-import itertools
+"""The grid core against the formula of the paper, written out token by token."""
 
 import pytest
 import torch
@@ -9,20 +7,14 @@ from tools.ops_cases import check_that_padding_may_hold_anything, core_by_hand, 
 
 from mhla_hf import MHLASettings
 from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap
-
-
-def array_split(length, count):
-    """Block of each place on an axis, as numpy.array_split cuts it."""
-    return [i for i, part in enumerate(torch.arange(length).tensor_split(count)) for _ in part]
+from mhla_hf.ops.blocks import Blocks
 
 
 def by_hand(core, q, k, v, grid, hidden):
     """o_t = sum_s m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s, normalised or not, plus norm, gate, convolution; fp64."""
     settings, prefix = core.settings, core.prefix
     counts = [min(size, count) for size, count in zip(grid, settings.layout, strict=True)]
-    places = list(itertools.product(*(array_split(size, count) for size, count in zip(grid, counts, strict=True))))
-    number = {place: n for n, place in enumerate(sorted(set(places)))}
-    block = [0] * prefix + [number[place] + (prefix > 0) for place in places]
+    block = Blocks.grid(grid, counts, prefix=prefix).index()
     m = core.mixing(counts).double()[..., block, :][..., :, block]
     eps = {"relu": 1e-6, "plain_relu": 0.0}[settings.feature_map]
     phi_q, phi_k = q.double().relu() + eps, k.double().relu() + eps

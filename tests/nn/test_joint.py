@@ -13,23 +13,6 @@ from tools.ops_cases import distance, generated
 from mhla_hf import MHLASettings
 from mhla_hf.nn.joint import JointMHLA, TextTokens, split_grids
 
-HEADS, WIDTH, NUM_TEXT = 2, 4, 5
-SIZES = {"num_heads": HEADS, "key_dim": WIDTH, "value_dim": WIDTH, "hidden_size": HEADS * WIDTH}
-
-
-def core_of(layout, dtype=torch.float64, **settings):
-    """A core with noise on its parameters."""
-    torch.manual_seed(1)
-    core = JointMHLA(MHLASettings(layout=layout, sinks=0, **{"rope": "near", **settings}), **SIZES).to(dtype)
-    with torch.no_grad():
-        for parameter in core.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)
-    return core
-
-
-def heads(num_tokens, batch=2, dtype=torch.float64, scale=1.5):
-    return [scale * torch.randn(batch, num_tokens, HEADS, WIDTH, dtype=dtype) for _ in range(3)]
-
 
 def block_places(grid, layout):
     """The place of the block of each token along each axis, as `numpy.array_split` cuts axes: list of tuples."""
@@ -178,10 +161,12 @@ def test_generated_cases(case):
 
 @torch.no_grad()
 def test_the_position_convolution_sees_each_image_alone():
-    torch.manual_seed(3)
     grids = ((5, 7), (3, 4))
-    (q, k, v), text = heads(47, dtype=torch.float32), TextTokens(*heads(NUM_TEXT, dtype=torch.float32))
-    core = core_of([2, 2], torch.float32, cpe=3)
+    (q, k, v), text = torch.randn(3, 2, 47, 2, 4), TextTokens(*torch.randn(3, 2, 5, 2, 4))
+    settings = MHLASettings(layout=[2, 2], sinks=0, rope="near", cpe=3)
+    core = JointMHLA(settings, num_heads=2, key_dim=4, value_dim=4, hidden_size=8)
+    for parameter in core.parameters():
+        parameter += 0.3 * torch.randn_like(parameter)
     with_cpe = core(q, k, v, text, grid=grids)[0]
     images = [core.cpe(x, grid) for x, grid in zip(v.split([35, 12], 1), grids, strict=True)]
     core.settings = dataclasses.replace(core.settings, cpe=0)

@@ -51,14 +51,9 @@ def test_generated_padding_in_a_cache(case, dense, share):
     torch.manual_seed(case["seed"])
     options, (batch, tokens), (heads, groups) = case["options"], case["shape"], case["heads"]
     near = {} if dense else {"mixing_form": "decay", "windowed": case["softmax"]}
-    near |= {
-        "num_decays": len(case["log_rate"]),
-        "block_size": options.block_size,
-        "sinks": options.sinks,
-        "num_blocks": 3,
-    }
+    near |= {"num_decays": len(case["log_rate"]), "block_size": options.block_size, "sinks": options.sinks}
     sizes = {"num_heads": heads, "num_kv_heads": groups, "key_dim": 4, "value_dim": 3, "hidden_size": 8}
-    core = (MHLA if dense else DecayMHLA)(MHLASettings(feature_map="relu", impl="torch", **near), **sizes)
+    core = (MHLA if dense else DecayMHLA)(MHLASettings(feature_map="relu", impl="torch", num_blocks=3, **near), **sizes)
     inputs = [torch.randn(batch, tokens, count, width) for count, width in ((heads, 4), (groups, 4), (groups, 3))]
     inputs = [strided(x) if case["strided"] else x for x in inputs]
     real, cache, columns, o, fed = torch.rand(batch, tokens) < share, MHLACacheLayer(), [], inputs[0][:, :0, :, :3], 0

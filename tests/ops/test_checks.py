@@ -14,14 +14,8 @@ from mhla_hf.ops.blocks import Blocks
 
 def good():
     """Legal arguments of a causal call: batch 2, 10 tokens, 4 query and 2 key heads, widths 3 and 5, blocks of 4."""
-    return {
-        "q": torch.rand(2, 10, 4, 3),
-        "k": torch.rand(2, 10, 2, 3),
-        "v": torch.rand(2, 10, 2, 5),
-        "mixing": torch.rand(3, 3),
-        "blocks": Blocks.sequence(10, 4),
-        "causal": True,
-    }
+    features = {"q": torch.rand(2, 10, 4, 3), "k": torch.rand(2, 10, 2, 3), "v": torch.rand(2, 10, 2, 5)}
+    return {**features, "mixing": torch.rand(3, 3), "blocks": Blocks.sequence(10, 4), "causal": True}
 
 
 DEN = {"q_den": torch.rand(2, 10, 4, 6), "k_den": torch.rand(2, 10, 2, 6)}
@@ -44,7 +38,10 @@ BAD = {
     "normalize_word": ({"normalize": "paper"}, "normalize: got 'paper'"),
     "official_causal": ({"normalize": "official"}, "normalize: got 'official'"),
     "scale_zero": ({"scale": 0}, "scale: got 0"),
-    "impl_triton": ({"impl": "triton", "q": DOUBLE}, "expected another one: the kernels compute in fp32, not in fp64"),
+    "impl_triton": (
+        {"impl": "triton", "q": DOUBLE},
+        "expected 'auto' or 'torch': the kernels compute in fp32, not in fp64",
+    ),
     "impl_unknown": ({"impl": "cuda"}, "impl: got 'cuda'"),
     "mask_shape": ({"key_mask": torch.ones(10, 2, dtype=torch.bool)}, "key_mask: got shape [10, 2]"),
     "mask_dtype": ({"key_mask": torch.ones(2, 10)}, "key_mask: got torch.float32"),
@@ -110,6 +107,4 @@ def test_auto_says_once_what_it_took(caplog):
         for _ in range(3):
             mhla(**good())
         mhla(**good(), impl="reference")
-    assert [r.getMessage() for r in caplog.records] == [
-        "mhla: impl='auto' took 'torch', the fastest implementation for cpu tensors."
-    ]
+    assert caplog.messages == ["mhla: impl='auto' took 'torch', the fastest implementation for cpu tensors."]

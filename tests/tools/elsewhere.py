@@ -31,15 +31,8 @@ print(json.dumps([different, [name for name in ("mhla_hf", "triton", "diffusers"
 
 def run_elsewhere(code, folder, absent=ABSENT, environment=None):
     """Run code in an isolated process in a folder, and return its last printed line, JSON, and the content of stderr."""
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(folder),
-        "HF_HOME": str(folder / "hf"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "MKL_CBWR": os.environ["MKL_CBWR"],
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    env |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": os.environ["MKL_CBWR"], "PYTHONDONTWRITEBYTECODE": "1"}
     prologue = f"import gc, json, os, sys\nsys.modules.update(dict.fromkeys({absent!r}))\n"
     prologue += "gc.disable()\n"  # it would take a sixth of the time of imports
     options = {"env": env | (environment or {}), "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}

@@ -52,13 +52,8 @@ def converted_model(
 def scratch_model(*, block_size=8, num_blocks=4, **settings):
     """Return a from-scratch model whose MHLA parameters are not at their initial values."""
     torch.manual_seed(7)
-    mhla = {
-        **mhla_hf.MHLAConfig().mhla,
-        "block_size": block_size,
-        "num_blocks": num_blocks,
-        "layers": "all",
-        **settings,
-    }
+    sizes = {"block_size": block_size, "num_blocks": num_blocks, "layers": "all"}
+    mhla = {**mhla_hf.MHLAConfig().mhla, **sizes, **settings}
     names = ("vocab_size", "hidden_size", "intermediate_size", "initializer_range", "pad_token_id", "eos_token_id")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, **{name: SIZES[name] for name in names}}
     config = mhla_hf.MHLAConfig(**sizes, mhla=mhla)

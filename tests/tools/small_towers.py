@@ -38,6 +38,13 @@ def converted_tower(name: str, layers="all", **settings):
     return shaken(mhla_hf.convert(softmax_tower(name), layers=layers, **settings))
 
 
+def small_clip(whole=transformers.CLIPModel):
+    """Return a model of texts and images in eval mode, which has a vision tower."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = {**small, "vocab_size": 20}, {**small, "image_size": 32}
+    return whole(transformers.CLIPConfig(text_config=text, vision_config=vision)).eval()
+
+
 def small_classifier(name: str = "digits", **overrides):
     """Return a from-scratch classifier in eval mode, whose MHLA parameters are not at their initial values."""
     torch.manual_seed(7)

@@ -4,6 +4,8 @@
 its forward.
 """
 
+import math
+
 import diffusers
 import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed, get_3d_rotary_pos_embed_allegro
@@ -60,14 +62,9 @@ SIZES = {
 
 def packed(size, noise):
     """Arguments of LTX, whose latents are tokens already."""
-    frames, height, width = size
-    latents = {
-        "hidden_states": noise(frames * height * width, 8),
-        "num_frames": frames,
-        "height": height,
-        "width": width,
-    }
-    return {**latents, "encoder_hidden_states": noise(6, 32), "encoder_attention_mask": text_mask(noise)}
+    sizes = dict(zip(("num_frames", "height", "width"), size, strict=True))
+    text = {"encoder_hidden_states": noise(6, 32), "encoder_attention_mask": text_mask(noise)}
+    return {"hidden_states": noise(math.prod(size), 8), **sizes, **text}
 
 
 def packed_with_audio(size, noise):

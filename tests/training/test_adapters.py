@@ -120,9 +120,7 @@ def test_a_damaged_adapter_leaves_the_model_as_it_was(file, saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     model = softmax_model()
     (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:60])
-    with pytest.raises(
-        ValueError, match=rf"^source: got '{tmp_path}', expected an adapter that can be read \([^\n]+\)\.$"
-    ):
+    with refused(f"source: got '{tmp_path}', expected an adapter that can be read ("):
         mhla_hf.load_adapter(model, tmp_path)
     assert getattr(model.config, "mhla", None) is None
 

@@ -50,9 +50,8 @@ def test_parts_and_processes_equal_the_big_batch(lab, runs, name):
     for a, b in zip(one["history"], other["history"], strict=True):
         keys = {"loss", "kl", "ce"} & set(a)
         assert [a[key] for key in keys] == pytest.approx([b[key] for key in keys], rel=1e-5), (a["stage"], a["step"])
-    torch.testing.assert_close(
-        *(load_file(runs / each / "model.safetensors") for each in ("one", name)), rtol=1e-3, atol=1e-5
-    )
+    weights = [load_file(runs / each / "model.safetensors") for each in ("one", name)]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
     assert not list(runs.glob("*.state"))
 
 

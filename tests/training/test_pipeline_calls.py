@@ -13,15 +13,9 @@ from tools.tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, pict
 
 import mhla_hf
 from mhla_hf.conversion.model_family import family_of
+from mhla_hf.training import pipeline_calls
 from mhla_hf.training.denoising import NoiseProcess, call, make_arguments
-from mhla_hf.training.pipeline_calls import (
-    CallReader,
-    collate_calls,
-    open_arguments,
-    recorded,
-    sample_calls,
-    sample_images,
-)
+from mhla_hf.training.pipeline_calls import CallReader, collate_calls, open_arguments, recorded, sample_calls
 from mhla_hf.training.recipe import DiffusionStage
 
 COMMON = {"batch_size": 2, "sampling_steps": 2, "guidance": 3.0, "size": SIZE}
@@ -204,7 +198,7 @@ def test_previews_change_nothing(lab, tmp_path, name):
 def test_previews_of_an_fp32_student_in_a_pipeline_of_bf16(name):
     pipe = {**WAN_PIPELINES, **PIPELINES}[name]().to(torch.bfloat16)
     stage = DiffusionStage("m", "prediction", 1, 1.0, **COMMON)
-    assert sample_images(pipe, "transformer", pipe.transformer.float(), stage, {"prompt": PROMPT}, 0)
+    assert pipeline_calls.sample_images(pipe, "transformer", pipe.transformer.float(), stage, {"prompt": PROMPT}, 0)
 
 
 def test_a_folder_of_images(tmp_path):

@@ -161,8 +161,8 @@ def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments
         sizes["channels"] += arguments["condition_mask"].shape[1]
     if latents.ndim != len(names) + 1 or channels not in (None, sizes["channels"]):
         axes = ", ".join(str(channels) if name == "channels" and channels else name for name in names)
-        expected = f"[batch, {axes}]; do they come from this model's own VAE?"
-        raise ValueError(f"hidden_states: got latents {list(latents.shape)}, expected {expected}")
+        expected = f"[batch, {axes}], as this model's own VAE makes them"
+        raise ValueError(f"hidden_states: got latents {list(latents.shape)}, expected {expected}.")
     patch = config.patch_size
     if isinstance(patch, int):
         patch = (config.get("patch_size_t") or 1, patch, patch)

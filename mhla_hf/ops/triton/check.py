@@ -26,9 +26,9 @@ SmallCall = Callable[[torch.device], tuple[list[Tensor], list[Tensor]]]
 
 @torch.compiler.assume_constant_result
 def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
-    """Return why the kernels of `small_call` cannot be trusted on a device, or None if they can; once for each.
+    """Return why the kernels of `small_call` cannot be trusted on a device, or None if they can. The answer is cached.
 
-    During CUDA graph capture nothing can be compared. Running out of memory says nothing about the kernels, and is raised.
+    During CUDA graph capture nothing can be compared. `torch.OutOfMemoryError` is raised: it says nothing about the kernels.
     """
     key = small_call.__name__, device
     if key in KERNEL_FAULTS:

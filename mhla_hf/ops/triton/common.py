@@ -18,7 +18,7 @@ from ..blocks import Blocks
 from .tuning import INTERPRETED, kernel, tl
 
 constexpr = None if tl is None else tl.constexpr
-UPCAST = INTERPRETED if tl is None else tl.constexpr(INTERPRETED)
+UPCAST = None if tl is None else tl.constexpr(INTERPRETED)  # kernels can only read constants of this type
 
 
 @kernel
@@ -100,9 +100,9 @@ def block_range(block, row, tables, num_tokens, block_size):
 @kernel
 @no_type_check
 def tokens_from(low, high, tables, key_mask, row, num_tokens, BT: constexpr, AS_KEYS: constexpr):
-    """Find the tokens at the BT places from `low` on, which places come before `high`, and which of these tokens are real.
+    """Return the tokens at the BT places from `low` on, which of them are valid (before `high`), and which are real.
 
-    With AS_KEYS, real tokens are those for which `key_mask` [B, T] is True.
+    With AS_KEYS, real tokens are the valid ones for which `key_mask` [B, T] is True; otherwise all valid ones.
     """
     order = tables[1]
     place = low + tl.arange(0, BT)
@@ -123,7 +123,7 @@ def tile_of(
     num_lane_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads,
     BT: constexpr, CAUSAL: constexpr, AS_KEYS: constexpr,
 ):  # fmt: skip
-    """Find what this program computes: its tile of lanes, row, head, block, state among those of a head, and tokens."""
+    """Return what this program computes: lanes, row, head, block, its state among the num_states of a head, and tokens."""
     num_parts = tl.cdiv(span, BT)
     tile, part, block, head, row = program_of(num_lane_tiles, num_parts, num_blocks, num_heads)
     low, high = block_range(block, row, tables, num_tokens, block_size)
@@ -220,7 +220,7 @@ class KernelBlocks:
 def kernel_blocks(
     numbers: list[int], device: torch.device, starts: Tensor | None = None, edges: Tensor | None = None
 ) -> KernelBlocks:
-    """Convert the result of `blocks_as_numbers`, with `starts` or the `edges` of packed sequences."""
+    """Make `KernelBlocks` from what `blocks_as_numbers` returns, and from `starts` or the `edges` of packed sequences."""
     block_size, prefix, num_axes, *sizes = numbers
     counts, shape, *others = (tuple(sizes[i : i + num_axes]) for i in range(0, len(sizes), num_axes))
     blocks = Blocks(shape, counts, block_size or None, prefix, tuple(others))

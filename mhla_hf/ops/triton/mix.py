@@ -128,7 +128,7 @@ def mix_states(
 
 
 def mix_states_grads(p_grad: Tensor, s: Tensor, mixing_dim: int, num_chunks: int | None) -> Tensor:
-    """Compute the gradient of the mixing matrix of `mix_states`, fp32 [Mq, N] or [H, Mq, N]; it has 2 axes or 3."""
+    """Compute the gradient of the mixing matrix of `mix_states`, which has `mixing_dim` axes: fp32 [Mq, N] or [H, Mq, N]."""
     heads = 0 if mixing_dim == 3 else (0, 1)  # axes to sum over: all of [B, H], unless each head has its own matrix
     p_blocks, s_blocks = p_grad, s
     if num_chunks is not None and num_chunks > 1:

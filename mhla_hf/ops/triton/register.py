@@ -146,6 +146,17 @@ class KernelCall:
             "DOT": self.dot_as,
         }
 
+    def read_keys(self, inputs: TritonInputs) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+        """Compute the summaries S and z of the keys, and the arguments of a kernel whose queries read their mixture."""
+        options = inputs.causal, inputs.normalize
+        s, z = summaries(
+            self.k, self.v, self.key_blocks, self.dot_as, self.k.shape[2], *options, key_mask=inputs.key_mask
+        )
+        states, states_z = (
+            None if x is None else mix_states(self.mixing, x, self.num_state_heads, self.num_chunks) for x in (s, z)
+        )
+        return s, z, {"states": states, "states_z": states_z, "queries_per_state": self.queries_per_state}
+
     def launch(self, kernel: TunedKernel, blocks: KernelBlocks, outputs: dict[str, Tensor], **arguments: Any) -> None:
         """Launch a kernel, which writes the outputs [B, T, heads, width], by parameter name, of the tokens of `blocks`."""
         batch, _, num_heads, _ = next(iter(outputs.values())).shape
@@ -172,16 +183,12 @@ class KernelCall:
 def triton_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Implement `TRITON_FORWARD`: o [B, T, H, V] in `dtype`, and the inverse of the denominator, fp32 [B, T, H] or empty."""
     inputs = TritonInputs(*arguments)
-    causal, normalize, q = inputs.causal, inputs.normalize, inputs.q
+    q, v = inputs.q, inputs.v
     with on_device(q), torch.autocast(q.device.type, enabled=False):
         call = KernelCall(inputs)
-        k, v = call.k, call.v
-        s, z = summaries(k, v, call.key_blocks, call.dot_as, k.shape[2], causal, normalize, key_mask=inputs.key_mask)
-        states = mix_states(call.mixing, s, call.num_state_heads, call.num_chunks)
-        states_z = None if z is None else mix_states(call.mixing, z, call.num_state_heads, call.num_chunks)
+        *_, read = call.read_keys(inputs)
         o = call.allocate(v, *q.shape[:3], v.shape[3], dtype=inputs.dtype)
-        inv = call.allocate(q, *q.shape[:3], dtype=torch.float32) if normalize else None
-        read = {"states": states, "states_z": states_z, "queries_per_state": call.queries_per_state}
+        inv = call.allocate(q, *q.shape[:3], dtype=torch.float32) if inputs.normalize else None
         call.launch(forward_kernel, call.query_blocks, {"o": o}, inv=inv, **read)
     return o, q.new_empty(0, dtype=torch.float32) if inv is None else inv
 
@@ -194,9 +201,7 @@ def triton_backward(do: Tensor, o: Tensor, inv: Tensor | None, *arguments: Any) 
     with on_device(do), torch.autocast(do.device.type, enabled=False):
         call = KernelCall(inputs)
         q, k, v, mixing, num_chunks = call.q, call.k, call.v, call.mixing, call.num_chunks
-        s, z = summaries(k, v, call.key_blocks, call.dot_as, k.shape[2], causal, normalize, key_mask=inputs.key_mask)
-        states = mix_states(mixing, s, call.num_state_heads, num_chunks)
-        states_z = None if z is None else mix_states(mixing, z, call.num_state_heads, num_chunks)
+        s, z, read = call.read_keys(inputs)
         dq, dk, dv = (call.allocate(x) for x in (q, k, v))
         r = None if inv is None else torch.empty_like(inv)
         diagonal_grad = None
@@ -204,7 +209,6 @@ def triton_backward(do: Tensor, o: Tensor, inv: Tensor | None, *arguments: Any) 
             shape = q.shape[0], q.shape[2], s.shape[2], q.shape[3]  # [B, H, M * chunks, K]
             diagonal_grad = torch.empty(shape, dtype=torch.float32, device=q.device)
         grads = {"do": with_strides(do), "inv": inv, "r": r}
-        read = {"states": states, "states_z": states_z, "queries_per_state": call.queries_per_state}
         result = {"o": with_strides(o) if normalize else None, "diagonal_grad": diagonal_grad}
         call.launch(dq_kernel, call.query_blocks, {"dq": dq}, **grads, **read, **result)
         # The gradients of the states are summaries of q and do, since o = q P.

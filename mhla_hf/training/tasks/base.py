@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...checkpoints.file_io import SHARD_SIZE
+from ...conversion.model_family import note_classes
 from ...data import Reader
 from ...models.transformers_api import set_gradient_checkpointing
 from ..recipe import CommonStage
@@ -109,6 +110,7 @@ class Task(abc.ABC, Generic[StageT]):
         set_gradient_checkpointing(self.student, enabled)
 
     def save(self, folder: Path) -> None:
+        note_classes(self.returned)
         self.returned.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         if self.preprocessor is not None:
             self.preprocessor.save_pretrained(folder)

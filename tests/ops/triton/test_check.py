@@ -36,9 +36,7 @@ def test_kernels_that_agree_are_taken_and_checked_once(caplog):
         outputs = [mhla(*x, blocks=GRID) for x in inputs_by_dtype for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), state), "the check took the user's random numbers"
     assert list(check.KERNEL_FAULTS.values()) == [None]
-    assert [x.message for x in caplog.records] == [
-        "mhla: impl='auto' took 'triton', whose kernels agreed with fp64 on cpu."
-    ]
+    assert caplog.messages == ["mhla: impl='auto' took 'triton', whose kernels agreed with fp64 on cpu."]
     for x, o in zip(inputs_by_dtype, outputs[::2], strict=True):
         assert torch.equal(o, mhla(*x, blocks=GRID, impl="triton"))
     assert torch.equal(*outputs[:2])

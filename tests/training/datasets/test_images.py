@@ -124,9 +124,8 @@ def test_folders_are_numbered_as_the_model_numbers_its_labels(tmp_path):
         opened(model, photos(tmp_path / "other", {"cat": 1, "emu": 1}))
     with pytest.raises(ValueError, match="3 classes for a model with 2 labels"):
         opened(model, photos(tmp_path / "third", {"x": 1, "y": 1, "z": 1}))
-    hidden = LabeledImages(
-        torch.zeros(2, 3, 8, 8, dtype=torch.uint8), [-1, 1], "hidden", ["cat", "dog"]
-    )  # as on the Hub
+    blank = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    hidden = LabeledImages(blank, [-1, 1], "hidden", ["cat", "dog"])  # as on the Hub
     with pytest.raises(ValueError, match="'hidden' with labels -1 to 1, expected 0 to 1"):
         opened(model, hidden)
 
