@@ -105,8 +105,9 @@ def fold(package: Path, entry: str, library: str) -> str:
         '"""\n'
     )
     standard = {line for line in imports if line.split()[1].split(".")[0] in sys.stdlib_module_names}
-    check = {CHECK_VERSION} if library == "transformers" else set()
-    sections = [header, *("\n".join(sorted(group)) + "\n" for group in (standard, check, imports - standard) if group)]
+    check = CHECK_VERSION if library == "transformers" else ""
+    groups = (_join_imports(standard), check, _join_imports(imports - standard))
+    sections = [header, *(f"{group}\n" for group in groups if group)]
     for module in modules.values():
         body = "\n".join(statement.text for statement in module.statements).strip("\n")
         if body:
@@ -115,11 +116,22 @@ def fold(package: Path, entry: str, library: str) -> str:
     return _replace_hash(text, PLACEHOLDER, _hash_text(text))
 
 
+def _join_imports(lines: Collection[str]) -> str:
+    """Return sorted import statements, with one line for all names of a module."""
+    names: dict[str, list[str]] = {}
+    for line in sorted(lines):
+        start, _, name = line.rpartition("import ")
+        names.setdefault(f"{start}import ", []).append(name)
+    plain = [f"import {name}" for name in names.pop("import ", [])]
+    return "\n".join([*plain, *(start + ", ".join(names[start]) for start in names)])
+
+
 @dataclass(eq=False)
 class _Statement:
     """A top-level statement with the comments above it, and the module-level names that it binds and uses.
 
-    A function, a class, or an assignment is droppable: it is left out if nothing uses its names.
+    A definition is droppable, that is, left out if nothing uses its names: a function, a class, an assignment to names, or
+    a `try` around an import.
     """
 
     text: str
@@ -173,15 +185,28 @@ def _read_module(package: Path, name: str) -> _Module:
         if isinstance(node, ast.Import | ast.ImportFrom):
             _add_import(name, module, node)
         elif number or ast.get_docstring(tree) is None:
-            droppable = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
+            droppable = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign | ast.Try)
             if isinstance(node, ast.Assign):
-                droppable = all(isinstance(target, ast.Name) for target in node.targets)
-            module.statements.append(_Statement(source, *_find_names(source), droppable))
+                droppable = all(isinstance(target, ast.Name | ast.Tuple) for target in node.targets)
+            module.statements.append(_Statement(_shorten_docstrings(source), *_find_names(source), droppable))
     if function:
         used = _drop_unreachable([module], [item for item in module.statements if function in item.binds])
         module.siblings = {sibling: names for sibling, names in module.siblings.items() if names & used}
         module.statements.append(_Statement(f"\n\n__getattr__ = {function}", {"__getattr__"}, {function}, True))
     return module
+
+
+def _shorten_docstrings(source: str) -> str:
+    """Cut the docstrings in the source of a statement to their first paragraphs."""
+    lines = source.split("\n")
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    docs = [node.body[0] for node in nodes if ast.get_docstring(node, clean=False) is not None]
+    for doc in sorted(docs, key=lambda doc: doc.lineno, reverse=True):
+        text = lines[doc.lineno - 1 : doc.end_lineno]
+        if "" in text:
+            blank, quotes = text.index(""), text[-1][-3:]
+            lines[doc.lineno - 1 : doc.end_lineno] = [*text[: blank - 1], text[blank - 1] + quotes]
+    return "\n".join(lines)
 
 
 def _find_names(source: str) -> tuple[set[str], set[str]]:

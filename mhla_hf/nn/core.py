@@ -148,27 +148,6 @@ class MHLACore(nn.Module):
         if settings.gate:
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
-    def prepare_operands(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, rotate: Rotation | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return the first three arguments of `mhla` and a dict of others: padding is zero, q and k are mapped and rotated.
-
-        Features get v's dtype: under autocast, a rotation gives fp32.
-        """
-        if rotate is not None and self.settings.rope == "before":
-            q, k = rotate(q, k)
-            rotate = None
-        q, k, v = without_padding(key_mask, q, k, v)
-        q = self.q_map(q)
-        (k,) = without_padding(key_mask, self.k_map(k))
-        options: dict[str, Any] = {"normalize": self.settings.normalize, "unrounded": self.settings.output_norm}
-        if rotate is not None:
-            if self.settings.normalize:
-                options["q_den"] = q.to(v.dtype)
-                options["k_den"] = k.to(v.dtype)
-            q, k = rotate(q, k)
-        return q.to(v.dtype), k.to(v.dtype), v, options
-
     def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Apply the output norm and the gate to o [B, T, H, V]; the gate reads the layer's input, [B, T, hidden_size]."""
         if self.settings.output_norm:
@@ -177,6 +156,34 @@ class MHLACore(nn.Module):
         if self.settings.gate:
             o = o * F.silu(self.gate(hidden_states)).view_as(o)
         return o
+
+
+def prepare_operands(
+    core: MHLACore,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    rotate: Rotation | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return the first three arguments of `mhla` and a dict of others: padding is zero, q and k are mapped and rotated.
+
+    Features get v's dtype: under autocast, a rotation gives fp32.
+    """
+    settings = core.settings
+    if rotate is not None and settings.rope == "before":
+        q, k = rotate(q, k)
+        rotate = None
+    q, k, v = without_padding(key_mask, q, k, v)
+    q = core.q_map(q)
+    (k,) = without_padding(key_mask, core.k_map(k))
+    options: dict[str, Any] = {"normalize": settings.normalize, "unrounded": settings.output_norm}
+    if rotate is not None:
+        if settings.normalize:
+            options["q_den"] = q.to(v.dtype)
+            options["k_den"] = k.to(v.dtype)
+        q, k = rotate(q, k)
+    return q.to(v.dtype), k.to(v.dtype), v, options
 
 
 class MHLA(MHLACore):
@@ -226,7 +233,7 @@ class MHLA(MHLACore):
             ValueError, TypeError: If an argument is not valid (see `mhla`).
         """
         settings = self.settings
-        q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
+        q, k, v, options = prepare_operands(self, q, k, v, key_mask, rotate)
         if key_mask is not None:
             source, inverse, starts = padding_first(key_mask)
             q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))

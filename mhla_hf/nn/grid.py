@@ -15,7 +15,7 @@ from torch import nn
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.grid_shards import sharded_mhla
-from .core import MHLACore, Rotation, mixing_options
+from .core import MHLACore, Rotation, mixing_options, prepare_operands
 from .mixing import Mixing, locality_weights
 from .settings import MHLASettings
 
@@ -179,7 +179,7 @@ class GridMHLA(MHLACore):
             raise ValueError("shard: got tokens of one process, expected all for cpe, prefix tokens or a key_mask.")
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
-        q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
+        q, k, v, options = prepare_operands(self, q, k, v, key_mask, rotate)
         mixing = self.mixing(blocks.counts)
         if shard is None:
             o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)
