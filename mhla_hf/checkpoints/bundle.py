@@ -1,8 +1,8 @@
 """Bundle a model, with the code of ops, nn and models that it uses, into one self-contained source file.
 
 A checkpoint carries its own code, and diffusers fetches exactly one source file from the Hub. The bundle is assembled from
-the source of the installed package: names are never rewritten, and functions, classes and assignments that nothing refers
-to are left out. The tests check that the meaning of no source changes by merging.
+the source of the installed package: names are never rewritten, definitions that nothing refers to are left out, and
+docstrings are cut to their first paragraph. The tests check that merging changes the meaning of no module.
 
 The Hub loaders scan the file with regular expressions, so no text in it may look like a relative import, and every import
 outside `try:` is treated as a requirement.
@@ -32,7 +32,7 @@ ENTRIES = {
     **dict.fromkeys((family.entry for family in DIFFUSION), "diffusers"),
 }
 OLDEST = TESTED_TRANSFORMERS[0]
-# Stands before the imports of a bundle for transformers, of which older releases lack some.
+# Comes before the other imports of a bundle for transformers: older releases lack some of them.
 CHECK_VERSION = f"""\
 import transformers
 
@@ -49,8 +49,8 @@ _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha
 def build_bundle(entry: str) -> str:
     """Return the source text of the bundle for the module `mhla_hf.<entry>`, one of `ENTRIES`; it is built once per process.
 
-    The text is a header, the imports, and then each module in dependency order. Of "module:function", the bundle has that
-    function of the module, as its `__getattr__`, and what it uses.
+    The text is a header, the imports, and then each module in dependency order. For "module:function", it has that function,
+    as its `__getattr__`, and what the function uses.
     """
     if entry not in ENTRIES:
         raise ValueError(f"entry: got {entry!r}, expected one of {list(ENTRIES)}.")
@@ -100,7 +100,8 @@ def fold(package: Path, entry: str, library: str) -> str:
     header = (
         f'"""MHLA, multi-head linear attention (arXiv 2601.07832): {package.name}.{entry} in one file.\n\n'
         f"Folded from the source of {package.name} for loading with trust_remote_code=True; needs no {package.name}.\n"
-        "Change the package, not this file. License of the code: Apache-2.0.\n\n"
+        "Docstrings are cut to their first paragraph. Change the package, not this file.\n"
+        "License of the code: Apache-2.0.\n\n"
         f"format: {FORMAT}\nentry: {entry}\nmade by mhla_hf: {version[1]}\nsha256: {PLACEHOLDER}\n"
         '"""\n'
     )
@@ -142,7 +143,9 @@ class _Statement:
 
 @dataclass
 class _Module:
-    """A source file; `siblings` has what it imports from the package, `imports` the lines of names from libraries."""
+    """A source file: `siblings` maps modules of the package to the names imported from them, `imports` maps names from
+    libraries to their import lines.
+    """
 
     path: str
     statements: list[_Statement]
@@ -234,7 +237,7 @@ def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -
 
 
 def _drop_unreachable(modules: Collection[_Module], roots: list[_Statement]) -> set[str]:
-    """Drop, in place, the statements that neither are roots nor used by them; return the names that the others use."""
+    """Drop, in place, the statements that are not reachable from the roots; return the names that the others use."""
     statements = [statement for module in modules for statement in module.statements]
     kept = list(roots)
     used: set[str] = set()

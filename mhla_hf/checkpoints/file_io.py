@@ -48,7 +48,7 @@ def wrap_errors(message: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def renamed_errors(argument: str, name: str) -> Iterator[None]:
-    """Context manager that, in errors whose message begins with "<argument>:", replaces the argument's name by `name`."""
+    """Context manager that replaces `argument` by `name` in errors whose message begins with "<argument>:"."""
     try:
         yield
     except (ImportError, TypeError, ValueError) as error:
@@ -95,16 +95,16 @@ def check_writable(path: PathLike, argument: str, num_bytes: int = 0) -> None:
     if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
         raise ValueError(f"{start}, which cannot be made in {str(ancestor)!r}, expected a writable folder there.")
     if (free := shutil.disk_usage(ancestor).free) < num_bytes:
-        needed = f"{num_bytes / 2**20:,.1f} MiB"
-        raise ValueError(f"{start}, with {free / 2**20:,.1f} MiB of room for {needed} or more, expected more room.")
+        expected = f"at least {num_bytes / 2**20:,.1f} MiB"
+        raise ValueError(f"{start}, with {free / 2**20:,.1f} MiB of free space, expected {expected}.")
 
 
 @contextlib.contextmanager
 def atomic_file(path: PathLike) -> Iterator[Path]:
-    """Context manager that yields a temporary path to write to, and renames it to `path` at the end. It makes the parents.
+    """Context manager that yields a temporary path to write to, and renames it to `path` at the end.
 
-    After an error, the temporary file is removed and `path` is unchanged. An `OSError` about the temporary path is
-    reported for `path`.
+    Parent folders are created. After an error, the temporary file is removed and `path` is unchanged. An `OSError` about
+    the temporary path is reported for `path`.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
@@ -152,8 +152,8 @@ def remove_abandoned(parent: PathLike, prefix: str) -> None:
 def _remove_temporary(folder: Path) -> None:
     """Remove a temporary folder.
 
-    If `atomic_folder` was interrupted after it moved the folder to replace into this one, that folder is moved back first.
-    `LOCK_FILE`, by which the folder is known, goes last, so that a killed process leaves nothing that stays forever.
+    If `atomic_folder` was interrupted while this folder held the one to replace, that one is moved back first. `LOCK_FILE`
+    goes last: without it, `remove_abandoned` would not find what a killed process left.
     """
     target = folder.parent / folder.name.rpartition(".tmp-")[0]
     if (folder / REPLACED).exists() and not target.exists():

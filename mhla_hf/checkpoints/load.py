@@ -216,7 +216,7 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
 
 
 def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
-    """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None for others, and if it does not load.
+    """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None for other models and failed loads.
 
     Raise ValueError if it is a vision tower, which the commands do not support.
     """
@@ -242,7 +242,7 @@ def verified_files(
 ) -> Iterator[dict[str, Any]]:
     """Context manager that checks the files in a folder, and yields keyword arguments for `from_pretrained`.
 
-    For a Hub id, the arguments fix the commit, so that all files belong together; it is read from the path in the cache of
+    For a Hub id, the arguments pin the commit, so that all files belong together. The commit is part of the cached path of
     `index`, a file that every such model has. Within the block, transformers refuses untrusted code instead of asking at
     the terminal and, for a folder, shows no progress bars.
     """

@@ -137,8 +137,8 @@ def list_saved_files(folder: PathLike) -> list[Path]:
 def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int = 0) -> Path:
     """Return `folder` as an absolute path after checking that a model of `num_bytes` can be saved there. Nothing is created.
 
-    If a process was killed in the moment in which it replaced the folder, the old folder is moved back first. With
-    `overwrite`, the folder may contain a model saved by this package and nothing else.
+    If a process was killed while it replaced the folder, the old folder is moved back first. With `overwrite`, the folder
+    may contain a model saved by this package and nothing else.
     """
     path = Path(folder).expanduser().resolve()
     remove_abandoned(path.parent, f"{path.name}.tmp-")

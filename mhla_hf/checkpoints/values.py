@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any = MISSING) -> Any:
-    """Declare a dataclass field whose value must satisfy `is_valid`, as `expected` says in the error message, or be None."""
+    """Declare a dataclass field whose value is None or satisfies `is_valid`; `expected` describes it in errors."""
     return dataclasses.field(default=default, metadata={"check": (is_valid, expected)})
 
 

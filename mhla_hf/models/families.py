@@ -86,7 +86,7 @@ WINDOWED_DECAYS: dict[str, Any] = {
     "windowed": True,
     "feature_map": "softmax",
 }
-# Ends of the names of classes with a head; those that all text models have, and others.
+# Endings of the names of classes with a head: of those for all text models, and of all.
 TEXT_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "ForImageClassification")
 AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))

@@ -48,7 +48,7 @@ def check_whole_files(folder: str | os.PathLike[str]) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise ValueError(f"{file} is no whole safetensors file: {error}.") from None
+            raise ValueError(f"{file} is not a complete safetensors file: {error}.") from None
 
 
 def check_loaded_weights(model: torch.nn.Module) -> None:

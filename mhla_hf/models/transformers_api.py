@@ -1,4 +1,4 @@
-"""All that is private in transformers or differs between its releases, which may lack model types."""
+"""What is private in transformers or differs between its releases. A release may also lack a model type."""
 
 import contextlib
 import functools

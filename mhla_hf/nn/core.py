@@ -1,9 +1,9 @@
 """The MHLA core: all that an attention module gains when it stops being softmax attention.
 
-It takes the q, k, and v of softmax attention and returns what that would return. A converted layer holds all of its new
-parameters under one name, `mhla`. `MHLACore` is what sequences and grids share, `MHLA` the causal core of language models,
-and `GridMHLA` (`grid.py`) that of image and video models. Every parameter belongs to a module that is called, because
-offloading moves weights when modules are called.
+It takes the q, k, and v of softmax attention, and its output replaces that of the attention. A converted layer holds all of
+its new parameters under one name, `mhla`. `MHLACore` is what sequences and grids share, `MHLA` the causal core of language
+models with a mixing matrix; `windowed.py`, `sequence.py`, `grid.py`, and `joint.py` have the others. Every parameter belongs
+to a module that is called, because offloading moves weights when modules are called.
 """
 
 import logging
@@ -74,7 +74,8 @@ def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tu
 def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Return source and inverse, int64 [B, T], which move padding before a row's real tokens and back, and starts [B].
 
-    Padding in the middle or at the end of a row then does not count as a position. For one token both are None.
+    Padding in the middle or at the end of a row then does not count as a position. With one token per row, source and
+    inverse are None.
     """
     starts = key_mask.shape[1] - key_mask.sum(1)
     if key_mask.shape[1] == 1:
@@ -166,9 +167,9 @@ def prepare_operands(
     key_mask: torch.Tensor | None,
     rotate: Rotation | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return the first three arguments of `mhla` and a dict of others: padding is zero, q and k are mapped and rotated.
+    """Map, rotate, and mask: return q, k, and v as the operator `mhla` takes them, and a dict of its further arguments.
 
-    Features get v's dtype: under autocast, a rotation gives fp32.
+    Features are cast to v's dtype, because a rotation gives fp32 under autocast.
     """
     settings = core.settings
     if rotate is not None and settings.rope == "before":

@@ -1,7 +1,7 @@
 """Feature maps: what is applied to q and k before the products that replace softmax(q k^T).
 
-The learned one follows Hedgehog (arXiv 2402.04347). Its weights start at the identity, so a converted model begins with
-attention that peaks about where softmax attention does.
+The learned maps follow Hedgehog (arXiv 2402.04347): their weights start at a multiple of the identity, so that the attention
+of a converted model peaks about where softmax does.
 """
 
 import torch
