@@ -26,7 +26,7 @@ FORMAT = 1
 PLACEHOLDER = "package"
 LANGUAGE_ENTRIES = ("models.language.language_model", *CAUSAL.sources.values())
 OTHER_ENTRIES = ("models.vision.vision_model", *ENCODER.sources.values(), *TOWER.sources.values())
-# Module to bundle, or a module and a function in it -> the library that loads it
+# Entry to bundle, a module or "module:function" -> the library that loads the bundle
 ENTRIES = {
     **dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), "transformers"),
     **dict.fromkeys((family.entry for family in DIFFUSION), "diffusers"),

@@ -193,7 +193,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-01234
 
 
 def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
-    """Return the YAML file called `name` in `folder`, or else the file at the path `name`."""
+    """Return the path of the YAML file called `name` in `folder`, or else `name` itself if it is the path of a file."""
     names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
     if not path.is_file():
@@ -212,7 +212,7 @@ def read_yaml(path: PathLike, label: str, cls: type | None = None) -> Any:
 
 
 def read_json(path: PathLike) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if there is no such file. Raise ValueError if its content is another."""
+    """Return the object in a JSON file, or None if there is no such file. Raise ValueError if it holds anything else."""
     path = Path(path)
     if not path.is_file():
         return None
@@ -226,9 +226,9 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return whether `folder` contains earlier work with the same identity, from which to resume; False if it is empty.
+    """Return whether `folder` holds earlier work of the same `identity`, from which to resume; False if it is empty.
 
-    The JSON file `record` in it has the identity. Raise ValueError if it holds other work or other files.
+    Earlier work stored its identity in the JSON file `record`. Raise ValueError if the folder holds anything else.
     """
     folder, start = Path(folder), f"{argument}: got {str(folder)!r}"
     present = json.loads(json.dumps(identity))

@@ -35,7 +35,7 @@ fraction_below_one = number_in(0, math.nextafter(1, 0), "a number of at least 0 
 
 
 def check_fields(instance: Any) -> None:
-    """Raise ValueError with `field: got X, expected Y.` for the first field of a dataclass whose value is not valid."""
+    """Raise ValueError, `field: got X, expected Y.`, for the first field of a dataclass with an invalid value."""
     for field in dataclasses.fields(instance):
         value, annotation = getattr(instance, field.name), field.type
         is_valid, expected = field.metadata.get("check", (lambda value: True, ""))

@@ -1,4 +1,4 @@
-"""Derives the classes of converted models of transformers from those of their bases, and swaps their attention modules.
+"""Derives the classes of converted models from their bases in transformers, and swaps their attention modules.
 
 No class is written out: `MHLALlamaForCausalLM`, `MHLALlamaConfig`, and `MHLALlamaAttention` are made from Llama's when they
 are first used. Weights have the names of the base, plus `mhla.*` in each attention module.
@@ -115,7 +115,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
             swap_attention(attention, mhla_class, core, swap.function_name)
         if swap.finish is not None:
             swap.finish(self, settings)
-        # Compared with all attention modules rather than all layers: a base may have layers without attention.
+        # Not all layers need to be MHLA, but all attention modules: a base may have layers without attention.
         if swap.replaces_masks and set(layers) == set(attentions) and not settings.softmax_heads:
             set_attention_function(config, swap.function_name)
         if swap.prepare is not None and (body := self.base_model) is not self:
@@ -131,7 +131,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         return [f"MHLA{name}" for name in base_classes(self.family)]
 
 
-# The end of a class name that follows the name of the model.
+# What follows the name of the model in a class name.
 HEAD_NAME = re.compile(r"(For[A-Z]\w*|LMHeadModel|(Vision)?Model)$")
 # Base -> the class derived from it: each is made once.
 _DERIVED: dict[type, Any] = {}
@@ -175,7 +175,7 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
         "family": family,
         "swap": swap,
         "_can_compile_fullgraph": all(core.compiles_fullgraph for core in cores),
-        # transformers looks for a decorator in the source of the class's module, which is ours; so this asks the base.
+        # transformers decides this by the source of the class's module, which is ours and not that of the base.
         "_can_set_experts_implementation": classmethod(lambda cls: base._can_set_experts_implementation()),
     }
     if swap.prepare is not None:

@@ -127,11 +127,11 @@ COSMOS_VIDEO = replace(WAN_VIDEO, rotary="halves", head_norm=True)
 ALLEGRO_VIDEO = replace(WAN_VIDEO, rotary="axes")
 ANYFLOW_VIDEO = replace(WAN_VIDEO, latents="frames channels height width", rotary="complex")
 KANDINSKY_VIDEO = replace(WAN_VIDEO, latents="frames height width channels", rotary="matrices", head_norm=True)
-# Latte attends within each frame, and to the frames at each place of the grid in blocks of its own, which stay softmax.
+# Latte attends within each frame; its attention between frames has blocks of its own, which stay softmax.
 LATTE_FRAMES = replace(PIXART_IMAGES, latents="channels frames height width")
 HUNYUAN_IMAGES = replace(PIXART_IMAGES, defaults={**IMAGE_DEFAULTS, "rope": "after"}, head_norm=True)
-# A query of the grid reads the text and its own block by softmax, without which a converted layer starts much worse, and the
-# other blocks by MHLA.
+# A query of the grid reads the text and its own block by softmax, the other blocks by MHLA. Without its own block in the
+# softmax, a converted layer starts much worse.
 JOINT_DEFAULTS: dict[str, Any] = {
     "layout": [4, 4],
     "feature_map": "softmax",

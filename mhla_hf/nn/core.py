@@ -1,9 +1,9 @@
-"""The MHLA core: all that an attention module gains when it stops being softmax attention.
+"""The MHLA core: the module that an attention module gets in place of softmax.
 
-It takes the q, k, and v of softmax attention, and its output replaces that of the attention. A converted layer holds all of
-its new parameters under one name, `mhla`. `MHLACore` is what sequences and grids share, `MHLA` the causal core of language
-models with a mixing matrix; `windowed.py`, `sequence.py`, `grid.py`, and `joint.py` have the others. Every parameter belongs
-to a module that is called, because offloading moves weights when modules are called.
+Its inputs are the q, k, and v of softmax attention, and its output replaces that of the attention. A converted layer holds
+all of its new parameters under one name, `mhla`. `MHLACore` is what sequences and grids share, `MHLA` the causal core of
+language models with a mixing matrix; `windowed.py`, `sequence.py`, `grid.py`, and `joint.py` have the others. Every
+parameter belongs to a module that is called, because offloading moves weights when modules are called.
 """
 
 import logging
@@ -25,7 +25,7 @@ from .settings import MHLASettings, check_settings
 OPEN_GATE_BIAS = 1.2784645  # silu(OPEN_GATE_BIAS) == 1
 CORE_LOG = logging.getLogger("mhla_hf")
 
-# A rotary embedding: from q [B, T, H, K] and k [B, T, G, K] to both rotated.
+# A rotary embedding: called with q [B, T, H, K] and k [B, T, G, K], it returns both rotated.
 Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 

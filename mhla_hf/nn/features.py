@@ -47,7 +47,7 @@ class FeatureMap(nn.Module):
         return values
 
     def forward(self, x: torch.Tensor, heads: HeadSplit | None = None) -> torch.Tensor:
-        """Compute features in x's dtype; `heads` tells which heads x has in a layer that keeps softmax in the others."""
+        """Compute features in x's dtype. In a layer that keeps softmax in some heads, `heads`, x has only the MHLA heads."""
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":

@@ -24,8 +24,8 @@ def mhla_encoder_attention(
     The mask is ignored: `mhla_rows` (see `pass_rows`) has the padding without a T x T mask.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
-        got = "packed sequences for an MHLA layer of an encoder"
-        raise ValueError(f"cu_seq_lens_q: got {got}, expected None, and rows with an attention_mask.")
+        expected = "None; an encoder with MHLA layers takes padded rows and an attention_mask"
+        raise ValueError(f"cu_seq_lens_q: got packed sequences, expected {expected}.")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_rows") or (None, None)
     options = {"starts": starts, "key_mask": key_mask, "hidden_states": kwargs["mhla_hidden_states"]}
@@ -66,7 +66,7 @@ def pass_rows(
         got = f"{mask.ndim} axes" if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: got {got}, expected [batch, length] for an encoder with MHLA layers.")
     is_real, length = mask.bool(), mask.shape[1]
-    # In a compiled graph the mask cannot be read by value, so it counts as padded on the left.
+    # A compiled graph cannot read the mask's values, and treats all rows as padded on the left.
     can_read = not torch.compiler.is_compiling()
     if can_read and bool(is_real.all()):
         return (), kwargs

@@ -27,7 +27,7 @@ from .cache import mhla_cache_layer
 from .rotation import rotation_cos_sin, rotation_layout, unrotate
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
-# Arguments that change what other attention functions compute, and that MHLA cannot follow.
+# Arguments with which other attention functions compute something that MHLA cannot.
 SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")
 
 
@@ -114,7 +114,7 @@ def padding_mask(
 ) -> torch.Tensor | None:
     """Return the columns of a mask [B, S] for the new tokens, [B, T]; the mask function of models without softmax layers.
 
-    If it covered the past, too, every compiled step of `generate` would see a new shape.
+    With the columns of the past, every compiled step of `generate` would see a new shape.
     """
     return None if attention_mask is None else new_columns(attention_mask, q_length, q_offset)
 
@@ -171,8 +171,7 @@ class MHLAMixer(MatrixMixer):
             return self.mhla.finish_output(o, options["hidden_states"], value.dtype)
         if heads is None:
             return self.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
-        # By whether the heads keep softmax.
-        outputs = {}
+        outputs = {}  # by whether heads keep softmax
         if heads.counts[True]:
             parts = [heads.part(x, True, 1) for x in (query, key, value)]
             outputs[True] = self.softmax_heads(*parts, cache, **softmax_options)
@@ -181,9 +180,8 @@ class MHLAMixer(MatrixMixer):
             outputs[False] = self.mhla(*parts, **options)
         elif self.training and torch.is_grad_enabled():
             # This process would have no gradients of the MHLA parameters, for which the other processes wait.
-            expected = "fewer processes for training, so that each has an MHLA head in every layer"
-            got = f"a process with softmax heads alone in layer {self.layer_idx}"
-            raise ValueError(f"tp_size: got {got}, expected {expected}.")
+            got = f"a process that has no MHLA head in layer {self.layer_idx}"
+            raise ValueError(f"tp_size: got {got}, expected fewer processes for training.")
         return heads.join(outputs, 2)
 
 
@@ -231,7 +229,7 @@ def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
 def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
     num_heads = attention.mhla.num_kv_heads
     if max(heads) >= num_heads or len(heads) >= num_heads:
-        expected = f"some of 0 to {num_heads - 1}, fewer than all: a layer without MHLA heads is not in `layers`"
+        expected = f"some of 0 to {num_heads - 1}, but not all: leave a layer without MHLA heads out of `layers`"
         raise ValueError(f"softmax_heads: got {list(heads)} for layer {attention.layer_idx}, expected {expected}.")
     attention.mhla.heads = HeadSplit(heads, num_heads)
     attention.softmax_heads = SoftmaxHeads(attention, config)
@@ -247,7 +245,7 @@ def pass_padding(
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     if not isinstance(pages := kwargs.get("cache"), Cache | None):  # of transformers' continuous batching
-        raise ValueError(f"cache: got {type(pages).__name__}, expected a Cache of transformers: MHLA has no pages.")
+        raise ValueError(f"cache: got {type(pages).__name__}, expected a Cache of transformers, which is not paged.")
     inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if inputs is None:
         return (), kwargs
