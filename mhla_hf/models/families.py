@@ -1,4 +1,4 @@
-"""The families of base models: one record per family, plain data, so that reading it imports no model.
+"""The families of base models: one record per family, as plain data, which imports no model.
 
 `class_names` in `transformers_api.py` adds the names that transformers knows.
 """

@@ -195,7 +195,7 @@ class MHLAProcessorsMixin:
     """Keeps MHLA processors when attention processors are replaced; for classes with diffusers' `AttentionMixin`."""
 
     def set_attn_processor(self: Any, processor: Any) -> None:
-        """Set processors as the base does, except in MHLA layers, whose processors hold their weights; a warning says so.
+        """Set processors as the base does, except in MHLA layers, whose processors hold weights; a warning says so.
 
         A processor for an MHLA layer is used only while `use_base_attention` is enabled, and only if it has no weights.
         """

@@ -1,7 +1,7 @@
 """Replaces softmax attention with an MHLA core in the attention modules of transformers' text encoders.
 
-As in language models, the base keeps its projections and RoPE and calls the attention function, which is ours in converted
-modules. The model without its head passes the padding on to them (`pass_rows`).
+As in language models, the base keeps its projections and RoPE, and converted modules select our attention function. The
+model without its head passes the padding on to them (`pass_rows`).
 """
 
 from typing import Any
@@ -55,8 +55,8 @@ def pass_rows(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Add `mhla_rows` to an encoder's arguments: each row's first real token, int64 [B], and which are real, bool [B, T].
 
-    The first is None if all rows begin with a real token. If rows are padded on the left and the caller passes no positions,
-    they are counted from the first real token, so that padding does not change outputs.
+    The first of the two is None if all rows begin with a real token. If rows are padded on the left and the caller passes no
+    positions, they are counted from the first real token, so that padding does not change outputs.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = kwargs.get("attention_mask")

@@ -1,9 +1,9 @@
 """Replaces softmax attention with an MHLA core in the attention modules of transformers' language models.
 
-The base keeps its projections, norms, and RoPE, and calls "the attention function", which is ours (`mhla_attention`) in
-converted modules alone, by their own copy of the configuration. What the base does not pass to it travels as keyword
-arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_cos_sin`, and, in models from
-scratch, `mhla_rotate`. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
+The base keeps its projections, norms, and RoPE, and calls "the attention function". Converted modules have a copy of the
+configuration that selects ours, `mhla_attention`. What the base does not pass to it travels as keyword arguments:
+`mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_cos_sin`, and, in models from scratch,
+`mhla_rotate`. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
 """
 
 import sys
@@ -76,11 +76,11 @@ def mhla_attention(
 
 
 class SoftmaxHeads(nn.Module):
-    """Computes softmax in an MHLA layer by the attention function that the model's configuration selects: of the heads that
-    keep it and, while all tokens are within one window, of all heads.
+    """Computes the softmax of an MHLA layer, by the attention function that the model's configuration selects.
 
-    It is passed to that function in place of an attention module, and has the attributes that such functions read. `config`
-    is the model's, which `set_attn_implementation` changes; the module's own copy selects MHLA.
+    This is the softmax of the heads that keep it and, while all tokens are within one window, of all heads. The module is
+    passed to that function in place of an attention module, and has the attributes that such functions read. `config` is the
+    model's, which `set_attn_implementation` changes; the attention module's own copy selects MHLA.
     """
 
     def __init__(self, attention: Any, config: Any):
@@ -156,7 +156,7 @@ class MHLAMixer(MatrixMixer):
         options: dict[str, Any],
         softmax_options: dict[str, Any],
     ) -> torch.Tensor:
-        """Attend by softmax in the heads that keep it, by MHLA in the others; where nothing is far, by softmax in all."""
+        """Attend by softmax in the heads that keep it and by MHLA in the others; if nothing is far, by softmax in all."""
         heads, cache = getattr(self.mhla, "heads", None), options["cache"]
         if softmax_is_exact(self, query.shape[2], softmax_options["attention_mask"], options):
             if softmax_options["attention_mask"] is not None:
@@ -240,8 +240,8 @@ def pass_padding(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Add the padding or the borders of packed sequences to the arguments of a model without its head, for its layers.
 
-    `mhla_padding` is the first real token of each row, int64 [B], and which tokens are real, bool [B, T]. If the caller
-    passes no positions, only real tokens count as positions, so that padding does not change the outputs of a row.
+    `mhla_padding` is a pair: the first real token of each row, int64 [B], and which tokens are real, bool [B, T]. If the
+    caller passes no positions, only real tokens count as positions, so that padding does not change the outputs of a row.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     if not isinstance(pages := kwargs.get("cache"), Cache | None):  # of transformers' continuous batching
@@ -279,7 +279,7 @@ def new_columns(mask: torch.Tensor, length: int, seen: Any) -> torch.Tensor:
 
 
 def real_columns(mask: Any, batch: int, length: int, seen: Any) -> torch.Tensor | None:
-    """Return which tokens are not padding, bool [B, S], those in the cache included; None without a mask for full attention.
+    """Return which tokens, in the cache or new, are not padding, bool [B, S]; None without a mask for full attention.
 
     The mask is [B, S], a causal mask [B, 1, T, S], or a dictionary of these by the type of layer.
     """
@@ -326,9 +326,9 @@ def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tenso
 
 @torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q with them.")
 def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
-    """Return 0, the tokens whose id is not the previous id plus `step`, and T, int32 [N + 1]; None for a single sequence.
+    """Return the borders of packed sequences, int32 [N + 1], from 0 to T; None for a single sequence.
 
-    `step` is 1 for positions, and 0 for indices of sequences.
+    A sequence begins where an id is not the previous one plus `step`: 1 for positions, 0 for indices of sequences.
     """
     is_border = ids.diff() != step
     if not bool(is_border.any()):
