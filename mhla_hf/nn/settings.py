@@ -74,25 +74,20 @@ def whole_number(minimum: int, maximum: int) -> SettingCheck:
     return (lambda value: is_whole(value, minimum, maximum)), f"a whole number from {minimum} to {maximum}"
 
 
+SWITCHES = ("learn_mixing", "free_decay", "length_power", "windowed", "per_head", "output_norm", "gate")
 SETTING_CHECKS: dict[str, SettingCheck] = {
+    **dict.fromkeys(SWITCHES, one_of(True, False)),
     "block_size": whole_number(1, MAX_BLOCK_SIZE),
     "num_blocks": whole_number(1, MAX_BLOCKS),
     "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MAX_BLOCKS} blocks in all"),
     "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "softmax", "exp", "identity"),
     "normalize": one_of(True, False, "official"),
     "mixing_start": one_of("locality", "uniform"),
-    "learn_mixing": one_of(True, False),
     "mixing_form": one_of("softmax", "direct", "free", "decay"),
-    "free_decay": one_of(True, False),
-    "length_power": one_of(True, False),
     "num_decays": whole_number(1, MAX_DECAYS),
-    "windowed": one_of(True, False),
     "window": whole_number(1, MAX_WINDOW_BLOCKS),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
-    "per_head": one_of(True, False),
-    "output_norm": one_of(True, False),
-    "gate": one_of(True, False),
     "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
     "rope": one_of("before", "after", "near"),
     "layers": (is_choice_of_layers, '"all", "2/3" or a list of different layer indices, each at least 0'),
