@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from mhla_hf.checkpoints.file_io import read_json
 from mhla_hf.cli.main import script
+from mhla_hf.nn.core import prepare_operands
 from mhla_hf.nn.grid import GridMHLA, GridMixing
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
@@ -92,7 +93,8 @@ def record_model(model: nn.Module, batch: Mapping[str, Any]) -> list[Attention]:
         inputs = {**dict(zip("qkv", args, strict=False)), **kwargs}
         key_mask = inputs.get("key_mask")
         blocks = Blocks.grid(tuple(inputs["grid"]), core.settings.layout, prefix=core.prefix)
-        q, k, _, operands = core.prepare_operands(inputs["q"], inputs["k"], inputs["v"], key_mask, inputs.get("rotate"))
+        q, k, v = (inputs[name] for name in "qkv")
+        q, k, _, operands = prepare_operands(core, q, k, v, key_mask, inputs.get("rotate"))
         mixing = core.mixing(blocks.counts).detach().cpu()
         mixing = mixing.reshape(-1, *mixing.shape[-2:])
         options = {name: x.detach().cpu() if isinstance(x, torch.Tensor) else x for name, x in operands.items()}

@@ -1,8 +1,8 @@
 """Bundle a model, with the code of ops, nn and models that it uses, into one self-contained source file.
 
 A checkpoint carries its own code, and diffusers fetches exactly one source file from the Hub. The bundle is assembled from
-the source of the installed package: names are never rewritten, and functions, classes and assignments that nothing refers
-to are left out. The tests check that the meaning of no source changes by merging.
+the source of the installed package: names are never rewritten, definitions that nothing refers to are left out, and
+docstrings are cut to their first paragraph. The tests check that merging changes the meaning of no module.
 
 The Hub loaders scan the file with regular expressions, so no text in it may look like a relative import, and every import
 outside `try:` is treated as a requirement.
@@ -26,13 +26,13 @@ FORMAT = 1
 PLACEHOLDER = "package"
 LANGUAGE_ENTRIES = ("models.language.language_model", *CAUSAL.sources.values())
 OTHER_ENTRIES = ("models.vision.vision_model", *ENCODER.sources.values(), *TOWER.sources.values())
-# Module to bundle, or a module and a function in it -> the library that loads it
+# Entry to bundle, a module or "module:function" -> the library that loads the bundle
 ENTRIES = {
     **dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), "transformers"),
     **dict.fromkeys((family.entry for family in DIFFUSION), "diffusers"),
 }
 OLDEST = TESTED_TRANSFORMERS[0]
-# Stands before the imports of a bundle for transformers, of which older releases lack some.
+# Comes before the other imports of a bundle for transformers: older releases lack some of them.
 CHECK_VERSION = f"""\
 import transformers
 
@@ -49,8 +49,8 @@ _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha
 def build_bundle(entry: str) -> str:
     """Return the source text of the bundle for the module `mhla_hf.<entry>`, one of `ENTRIES`; it is built once per process.
 
-    The text is a header, the imports, and then each module in dependency order. Of "module:function", the bundle has that
-    function of the module, as its `__getattr__`, and what it uses.
+    The text is a header, the imports, and then each module in dependency order. For "module:function", it has that function,
+    as its `__getattr__`, and what the function uses.
     """
     if entry not in ENTRIES:
         raise ValueError(f"entry: got {entry!r}, expected one of {list(ENTRIES)}.")
@@ -100,13 +100,15 @@ def fold(package: Path, entry: str, library: str) -> str:
     header = (
         f'"""MHLA, multi-head linear attention (arXiv 2601.07832): {package.name}.{entry} in one file.\n\n'
         f"Folded from the source of {package.name} for loading with trust_remote_code=True; needs no {package.name}.\n"
-        "Change the package, not this file. License of the code: Apache-2.0.\n\n"
+        "Docstrings are cut to their first paragraph. Change the package, not this file.\n"
+        "License of the code: Apache-2.0.\n\n"
         f"format: {FORMAT}\nentry: {entry}\nmade by mhla_hf: {version[1]}\nsha256: {PLACEHOLDER}\n"
         '"""\n'
     )
     standard = {line for line in imports if line.split()[1].split(".")[0] in sys.stdlib_module_names}
-    check = {CHECK_VERSION} if library == "transformers" else set()
-    sections = [header, *("\n".join(sorted(group)) + "\n" for group in (standard, check, imports - standard) if group)]
+    check = CHECK_VERSION if library == "transformers" else ""
+    groups = (_join_imports(standard), check, _join_imports(imports - standard))
+    sections = [header, *(f"{group}\n" for group in groups if group)]
     for module in modules.values():
         body = "\n".join(statement.text for statement in module.statements).strip("\n")
         if body:
@@ -115,11 +117,22 @@ def fold(package: Path, entry: str, library: str) -> str:
     return _replace_hash(text, PLACEHOLDER, _hash_text(text))
 
 
+def _join_imports(lines: Collection[str]) -> str:
+    """Return sorted import statements, with one line for all names of a module."""
+    names: dict[str, list[str]] = {}
+    for line in sorted(lines):
+        start, _, name = line.rpartition("import ")
+        names.setdefault(f"{start}import ", []).append(name)
+    plain = [f"import {name}" for name in names.pop("import ", [])]
+    return "\n".join([*plain, *(start + ", ".join(names[start]) for start in names)])
+
+
 @dataclass(eq=False)
 class _Statement:
     """A top-level statement with the comments above it, and the module-level names that it binds and uses.
 
-    A function, a class, or an assignment is droppable: it is left out if nothing uses its names.
+    A definition is droppable, that is, left out if nothing uses its names: a function, a class, an assignment to names, or
+    a `try` around an import.
     """
 
     text: str
@@ -130,7 +143,9 @@ class _Statement:
 
 @dataclass
 class _Module:
-    """A source file; `siblings` has what it imports from the package, `imports` the lines of names from libraries."""
+    """A source file: `siblings` maps modules of the package to the names imported from them, `imports` maps names from
+    libraries to their import lines.
+    """
 
     path: str
     statements: list[_Statement]
@@ -173,15 +188,28 @@ def _read_module(package: Path, name: str) -> _Module:
         if isinstance(node, ast.Import | ast.ImportFrom):
             _add_import(name, module, node)
         elif number or ast.get_docstring(tree) is None:
-            droppable = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign)
+            droppable = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign | ast.Try)
             if isinstance(node, ast.Assign):
-                droppable = all(isinstance(target, ast.Name) for target in node.targets)
-            module.statements.append(_Statement(source, *_find_names(source), droppable))
+                droppable = all(isinstance(target, ast.Name | ast.Tuple) for target in node.targets)
+            module.statements.append(_Statement(_shorten_docstrings(source), *_find_names(source), droppable))
     if function:
         used = _drop_unreachable([module], [item for item in module.statements if function in item.binds])
         module.siblings = {sibling: names for sibling, names in module.siblings.items() if names & used}
         module.statements.append(_Statement(f"\n\n__getattr__ = {function}", {"__getattr__"}, {function}, True))
     return module
+
+
+def _shorten_docstrings(source: str) -> str:
+    """Cut the docstrings in the source of a statement to their first paragraphs."""
+    lines = source.split("\n")
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    docs = [node.body[0] for node in nodes if ast.get_docstring(node, clean=False) is not None]
+    for doc in sorted(docs, key=lambda doc: doc.lineno, reverse=True):
+        text = lines[doc.lineno - 1 : doc.end_lineno]
+        if "" in text:
+            blank, quotes = text.index(""), text[-1][-3:]
+            lines[doc.lineno - 1 : doc.end_lineno] = [*text[: blank - 1], text[blank - 1] + quotes]
+    return "\n".join(lines)
 
 
 def _find_names(source: str) -> tuple[set[str], set[str]]:
@@ -209,7 +237,7 @@ def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -
 
 
 def _drop_unreachable(modules: Collection[_Module], roots: list[_Statement]) -> set[str]:
-    """Drop, in place, the statements that neither are roots nor used by them; return the names that the others use."""
+    """Drop, in place, the statements that are not reachable from the roots; return the names that the others use."""
     statements = [statement for module in modules for statement in module.statements]
     kept = list(roots)
     used: set[str] = set()

@@ -48,7 +48,7 @@ def wrap_errors(message: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def renamed_errors(argument: str, name: str) -> Iterator[None]:
-    """Context manager that, in errors whose message begins with "<argument>:", replaces the argument's name by `name`."""
+    """Context manager that replaces `argument` by `name` in errors whose message begins with "<argument>:"."""
     try:
         yield
     except (ImportError, TypeError, ValueError) as error:
@@ -95,16 +95,16 @@ def check_writable(path: PathLike, argument: str, num_bytes: int = 0) -> None:
     if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
         raise ValueError(f"{start}, which cannot be made in {str(ancestor)!r}, expected a writable folder there.")
     if (free := shutil.disk_usage(ancestor).free) < num_bytes:
-        needed = f"{num_bytes / 2**20:,.1f} MiB"
-        raise ValueError(f"{start}, with {free / 2**20:,.1f} MiB of room for {needed} or more, expected more room.")
+        expected = f"at least {num_bytes / 2**20:,.1f} MiB"
+        raise ValueError(f"{start}, with {free / 2**20:,.1f} MiB of free space, expected {expected}.")
 
 
 @contextlib.contextmanager
 def atomic_file(path: PathLike) -> Iterator[Path]:
-    """Context manager that yields a temporary path to write to, and renames it to `path` at the end. It makes the parents.
+    """Context manager that yields a temporary path to write to, and renames it to `path` at the end.
 
-    After an error, the temporary file is removed and `path` is unchanged. An `OSError` about the temporary path is
-    reported for `path`.
+    Parent folders are created. After an error, the temporary file is removed and `path` is unchanged. An `OSError` about
+    the temporary path is reported for `path`.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
@@ -152,8 +152,8 @@ def remove_abandoned(parent: PathLike, prefix: str) -> None:
 def _remove_temporary(folder: Path) -> None:
     """Remove a temporary folder.
 
-    If `atomic_folder` was interrupted after it moved the folder to replace into this one, that folder is moved back first.
-    `LOCK_FILE`, by which the folder is known, goes last, so that a killed process leaves nothing that stays forever.
+    If `atomic_folder` was interrupted while this folder held the one to replace, that one is moved back first. `LOCK_FILE`
+    goes last: without it, `remove_abandoned` would not find what a killed process left.
     """
     target = folder.parent / folder.name.rpartition(".tmp-")[0]
     if (folder / REPLACED).exists() and not target.exists():
@@ -193,7 +193,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-01234
 
 
 def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
-    """Return the YAML file called `name` in `folder`, or else the file at the path `name`."""
+    """Return the path of the YAML file called `name` in `folder`, or else `name` itself if it is the path of a file."""
     names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
     if not path.is_file():
@@ -212,7 +212,7 @@ def read_yaml(path: PathLike, label: str, cls: type | None = None) -> Any:
 
 
 def read_json(path: PathLike) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if there is no such file. Raise ValueError if its content is another."""
+    """Return the object in a JSON file, or None if there is no such file. Raise ValueError if it holds anything else."""
     path = Path(path)
     if not path.is_file():
         return None
@@ -226,9 +226,9 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return whether `folder` contains earlier work with the same identity, from which to resume; False if it is empty.
+    """Return whether `folder` holds earlier work of the same `identity`, from which to resume; False if it is empty.
 
-    The JSON file `record` in it has the identity. Raise ValueError if it holds other work or other files.
+    Earlier work stored its identity in the JSON file `record`. Raise ValueError if the folder holds anything else.
     """
     folder, start = Path(folder), f"{argument}: got {str(folder)!r}"
     present = json.loads(json.dumps(identity))

@@ -1,4 +1,4 @@
-"""Hash model folders, loaded models and settings, so that scores can be matched to what they were measured on."""
+"""Hash model folders, loaded models and settings, so that a score can be matched to the model that it was measured on."""
 
 import hashlib
 import json

@@ -21,7 +21,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 @torch.no_grad()
 def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a model, and if it is a causal language model, its tokenizer; run that on the ids of the request."""
+    """Load a model. If it is a causal language model, load its tokenizer, too, and run the model on the request's ids."""
     auto_class = getattr(transformers, request["auto_class"])
     options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
     model, loading_info = auto_class.from_pretrained(folder, **options)

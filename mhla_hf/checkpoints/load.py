@@ -1,6 +1,6 @@
 """Load models, tokenizers and pipelines from a folder or the Hub, and refuse damaged ones.
 
-transformers fills weights that a checkpoint lacks with random ones and only warns; here that is an error. All errors are
+transformers fills missing weights with random ones and only warns; here, missing weights are an error. All errors are
 `ValueError` with one line that names the model.
 """
 
@@ -102,7 +102,7 @@ def is_pipeline(name: PathLike, revision: str | None = None) -> bool:
         return (Path(name) / PIPELINE_INDEX).is_file()
     try:
         hf_hub_download(str(name), PIPELINE_INDEX, revision=revision)
-    except Exception:  # loading a model of that name will report whatever this is
+    except Exception:  # loading the model will report the reason
         return False
     return True
 
@@ -117,7 +117,7 @@ def load_config(name: PathLike, *, revision: str | None = None, trust_remote_cod
 
 
 def load_tokenizer(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or Hub id; without references to code unless `trust_remote_code`."""
+    """Load the tokenizer of a folder or Hub id, without its references to code unless `trust_remote_code`."""
     with wrap_errors(f"model: got {str(name)!r}, expected a tokenizer that can be loaded"):
         return _read_processor(AutoTokenizer, name, revision=revision, trust_remote_code=trust_remote_code)
 
@@ -216,13 +216,13 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
 
 
 def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
-    """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None for others, and if it does not load.
+    """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None for other models and failed loads.
 
     Raise ValueError if it is a vision tower, which the commands do not support.
     """
     try:
         config = load_config(name, revision=revision)
-    except Exception:  # loading a model of that name will report whatever this is
+    except Exception:  # loading the model will report the reason
         return None
     class_name = (config.architectures or [""])[0]
     family = family_of_type(getattr(config, "base_model_type", config.model_type))
@@ -242,7 +242,7 @@ def verified_files(
 ) -> Iterator[dict[str, Any]]:
     """Context manager that checks the files in a folder, and yields keyword arguments for `from_pretrained`.
 
-    For a Hub id, the arguments fix the commit, so that all files belong together; it is read from the path in the cache of
+    For a Hub id, the arguments pin the commit, so that all files belong together. The commit is part of the cached path of
     `index`, a file that every such model has. Within the block, transformers refuses untrusted code instead of asking at
     the terminal and, for a folder, shows no progress bars.
     """
@@ -259,7 +259,7 @@ def verified_files(
 
 
 def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
-    """Raise ValueError if `missing`, the names of the weights that the checkpoint `name` lacks, is not empty."""
+    """Raise ValueError if the checkpoint `name` lacks weights, whose names are in `missing`."""
     if missing := sorted(missing):
         start = f"model: got {str(name)!r}, which lacks {len(missing)} of its weights"
         raise ValueError(f"{start}, such as {missing[0]!r}, expected all.")

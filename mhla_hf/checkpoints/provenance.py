@@ -75,5 +75,5 @@ def describe_run(command: str | None, device: torch.device | str = "cpu") -> dic
 
 
 def public_name(name: str | None) -> str | None:
-    """Return only the last component of a path that exists, since records are published; return other names unchanged."""
+    """Return the last component of an existing path, since records are published; return any other name unchanged."""
     return os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name

@@ -55,7 +55,7 @@ SENTENCE_SETTINGS = {
 
 
 def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Read the files that sentence-transformers adds to an encoder; there are none without modules.json.
+    """Read the files that sentence-transformers adds to an encoder; without a modules.json, there are none.
 
     Return a dict from path in the model folder to JSON content, or to the local `Path` of a module's weights. Raise
     ValueError if a module is not one of the known types, which may mean that it runs code.
@@ -106,15 +106,15 @@ def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict
 
 
 def is_model_file(name: str) -> bool:
-    """Return whether a saved model may have a file of this name. Its card and licenses do not count."""
+    """Return whether this is the name of a file of a saved model, other than its card and licenses."""
     tables = (PIPELINE_INDEX, SENTENCE_MODULES, *SENTENCE_SETTINGS, *RECORDS, *CONFIG_FILES, *TOKENIZER_FILES)
     return name in tables or WEIGHTS_AND_SOURCE.fullmatch(name) is not None
 
 
 def list_saved_files(folder: PathLike) -> list[Path]:
-    """List the files in `folder` that belong to a saved model or pipeline, recognized by their names.
+    """List the files in `folder` that belong to a saved model or pipeline.
 
-    These are the names that mhla_hf, transformers, diffusers and sentence-transformers give them.
+    They are recognized by the names that mhla_hf, transformers, diffusers and sentence-transformers give them.
     """
     folder = Path(folder)
     names = read_json(folder / PIPELINE_INDEX) or {}
@@ -137,8 +137,8 @@ def list_saved_files(folder: PathLike) -> list[Path]:
 def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int = 0) -> Path:
     """Return `folder` as an absolute path after checking that a model of `num_bytes` can be saved there. Nothing is created.
 
-    If a process was killed in the moment in which it replaced the folder, the old folder is moved back first. With
-    `overwrite`, the folder may contain a model saved by this package and nothing else.
+    If a process was killed while it replaced the folder, the old folder is moved back first. With `overwrite`, the folder
+    may contain a model saved by this package and nothing else.
     """
     path = Path(folder).expanduser().resolve()
     remove_abandoned(path.parent, f"{path.name}.tmp-")

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any = MISSING) -> Any:
-    """Declare a dataclass field whose value must satisfy `is_valid`, as `expected` says in the error message, or be None."""
+    """Declare a dataclass field whose value is None or satisfies `is_valid`; `expected` describes it in errors."""
     return dataclasses.field(default=default, metadata={"check": (is_valid, expected)})
 
 
@@ -35,7 +35,7 @@ fraction_below_one = number_in(0, math.nextafter(1, 0), "a number of at least 0 
 
 
 def check_fields(instance: Any) -> None:
-    """Raise ValueError with `field: got X, expected Y.` for the first field of a dataclass whose value is not valid."""
+    """Raise ValueError, `field: got X, expected Y.`, for the first field of a dataclass with an invalid value."""
     for field in dataclasses.fields(instance):
         value, annotation = getattr(instance, field.name), field.type
         is_valid, expected = field.metadata.get("check", (lambda value: True, ""))

@@ -1,4 +1,4 @@
-"""Derives the classes of converted models of transformers from those of their bases, and swaps their attention modules.
+"""Derives the classes of converted models from their bases in transformers, and swaps their attention modules.
 
 No class is written out: `MHLALlamaForCausalLM`, `MHLALlamaConfig`, and `MHLALlamaAttention` are made from Llama's when they
 are first used. Weights have the names of the base, plus `mhla.*` in each attention module.
@@ -89,7 +89,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         if not isinstance(config, self.config_class) or getattr(config, "mhla", None) is None:
             expected = f"{self.config_class.__name__} with `mhla`; use mhla_hf.convert(model) on a softmax model"
             raise ValueError(f"config: got {type(config).__name__}, expected {expected}.")
-        # Heads look their body up by the class of the configuration, so the base is built from one of its own class.
+        # The base looks classes up by that of its configuration, so it is built from a configuration of its own class.
         base_class = self.config_class.__bases__[1]
         base_config = base_class.__new__(base_class)
         vars(base_config).update(vars(config))
@@ -106,9 +106,8 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         attentions = swap.find_attentions(self)
         core_class = swap.decay_core if settings.mixing_form == "decay" else swap.matrix_core
         if core_class is None:
-            raise ValueError(
-                f"mixing_form: got {settings.mixing_form!r}, expected another one for this model's source."
-            )
+            expected = "the form with which this model was saved, the only one in its source"
+            raise ValueError(f"mixing_form: got {settings.mixing_form!r}, expected {expected}.")
         layers: Any = settings.layers
         for attention in (attentions[index] for index in layers):
             core = core_class(settings, **swap.core_sizes(attention, config))
@@ -116,11 +115,11 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
             swap_attention(attention, mhla_class, core, swap.function_name)
         if swap.finish is not None:
             swap.finish(self, settings)
-        # Compared with all attention modules rather than all layers: a base may have layers without attention.
+        # Not all layers need to be MHLA, but all attention modules: a base may have layers without attention.
         if swap.replaces_masks and set(layers) == set(attentions) and not settings.softmax_heads:
             set_attention_function(config, swap.function_name)
         if swap.prepare is not None and (body := self.base_model) is not self:
-            # For arguments that come by position.
+            # The hook gets positional arguments without their names.
             names = tuple(inspect.signature(type(body).forward).parameters)[1:]
             body.register_forward_pre_hook(functools.partial(swap.prepare, names=names), with_kwargs=True)
         self._can_compile_fullgraph = core_class.compiles_fullgraph
@@ -132,7 +131,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         return [f"MHLA{name}" for name in base_classes(self.family)]
 
 
-# The end of a class name that follows the name of the model.
+# What follows the name of the model in a class name.
 HEAD_NAME = re.compile(r"(For[A-Z]\w*|LMHeadModel|(Vision)?Model)$")
 # Base -> the class derived from it: each is made once.
 _DERIVED: dict[type, Any] = {}
@@ -176,7 +175,7 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
         "family": family,
         "swap": swap,
         "_can_compile_fullgraph": all(core.compiles_fullgraph for core in cores),
-        # transformers looks for a decorator in the source of the class's module, which is ours; so this asks the base.
+        # transformers decides this by the source of the class's module, which is ours and not that of the base.
         "_can_set_experts_implementation": classmethod(lambda cls: base._can_set_experts_implementation()),
     }
     if swap.prepare is not None:
@@ -188,7 +187,7 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
 def calls_interface(attention_class: Any) -> bool:
     """Return whether the forward of an attention class refers to transformers' attention functions, of which ours is one.
 
-    Asked of the code rather than of a list of names: one that did not call ours would stay softmax without an error.
+    The code is asked, not a list: an attention that never called ours would stay softmax without an error.
     """
     forward: Any = inspect.unwrap(attention_class.forward)
     return any(forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS for name in forward.__code__.co_names)

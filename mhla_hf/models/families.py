@@ -1,4 +1,4 @@
-"""The families of base models: one record per family, plain data, so that reading it imports no model.
+"""The families of base models: one record per family, as plain data, which imports no model.
 
 `class_names` in `transformers_api.py` adds the names that transformers knows.
 """
@@ -86,7 +86,7 @@ WINDOWED_DECAYS: dict[str, Any] = {
     "windowed": True,
     "feature_map": "softmax",
 }
-# Ends of the names of classes with a head; those that all text models have, and others.
+# Endings of the names of classes with a head: of those for all text models, and of all.
 TEXT_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "ForImageClassification")
 AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))
@@ -127,11 +127,11 @@ COSMOS_VIDEO = replace(WAN_VIDEO, rotary="halves", head_norm=True)
 ALLEGRO_VIDEO = replace(WAN_VIDEO, rotary="axes")
 ANYFLOW_VIDEO = replace(WAN_VIDEO, latents="frames channels height width", rotary="complex")
 KANDINSKY_VIDEO = replace(WAN_VIDEO, latents="frames height width channels", rotary="matrices", head_norm=True)
-# Latte attends within each frame, and to the frames at each place of the grid in blocks of its own, which stay softmax.
+# Latte attends within each frame; its attention between frames has blocks of its own, which stay softmax.
 LATTE_FRAMES = replace(PIXART_IMAGES, latents="channels frames height width")
 HUNYUAN_IMAGES = replace(PIXART_IMAGES, defaults={**IMAGE_DEFAULTS, "rope": "after"}, head_norm=True)
-# A query of the grid reads the text and its own block by softmax, without which a converted layer starts much worse, and the
-# other blocks by MHLA.
+# A query of the grid reads the text and its own block by softmax, the other blocks by MHLA. Without its own block in the
+# softmax, a converted layer starts much worse.
 JOINT_DEFAULTS: dict[str, Any] = {
     "layout": [4, 4],
     "feature_map": "softmax",

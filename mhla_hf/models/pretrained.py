@@ -54,14 +54,14 @@ class MHLAPreTrainedMixin:
         check_loaded_weights(model)
         for module in model.modules():
             if not getattr(module, "learn", True):
-                # A frozen mixing; its balance is learned all the same.
+                # Frozen mixing, except for its balance.
                 for name, parameter in module.named_parameters():
                     parameter.requires_grad_(name == "balance")
         return loaded
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
-        """Distribute as transformers does; with projections split by head, split the parameters of `mhla`, too."""
+        """Distribute as transformers does; where it splits projections by head, split the parameters of `mhla`, too."""
         if distributed_config is not None and distributed_config.tp_size > 1:
             size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
             model._tp_plan.update(split_heads_plan(model, size))
@@ -71,15 +71,14 @@ class MHLAPreTrainedMixin:
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        expected = "generate(), or vLLM for requests that come and go"
-        raise ValueError(f"cache: got continuous batching with paged caches, expected {expected}.")
+        raise ValueError("cache: got the paged caches of continuous batching, expected generate() or vLLM.")
 
     def save_pretrained(
         self: Any, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """Save as transformers does, and write `modeling_mhla.py` to the same folder, for `trust_remote_code=True`.
 
-        Also sets `config.auto_map`. With `push_to_hub`, the arguments that `HUB_ARGUMENTS` names are for pushing.
+        Also sets `config.auto_map`. With `push_to_hub`, the `HUB_ARGUMENTS` go to `model.push_to_hub`.
         """
         if kwargs.get("is_main_process", True):
             write_source(self.entry_to_save(), save_directory)

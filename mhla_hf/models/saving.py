@@ -20,9 +20,9 @@ _SOURCE_MAKER: list[Callable[[str], tuple[str, str]]] = []
 
 
 def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
-    """Set the function that makes the name and the text of the source file of an entry, for the whole process.
+    """Set the function from an entry to the name and the text of its source file, for the whole process.
 
-    Results are cached: a process saves the source that it runs, even if files of the package change meanwhile.
+    Results are cached, so that a process saves the same source even if files of the package change while it runs.
     """
     _SOURCE_MAKER[:] = [functools.cache(maker)]
 
@@ -48,7 +48,7 @@ def check_whole_files(folder: str | os.PathLike[str]) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise ValueError(f"{file} is no whole safetensors file: {error}.") from None
+            raise ValueError(f"{file} is not a complete safetensors file: {error}.") from None
 
 
 def check_loaded_weights(model: torch.nn.Module) -> None:

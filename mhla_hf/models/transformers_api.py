@@ -1,4 +1,4 @@
-"""All that is private in transformers or differs between its releases, which may lack model types."""
+"""What is private in transformers or differs between its releases. A release may also lack a model type."""
 
 import contextlib
 import functools
@@ -112,7 +112,7 @@ def forward_cached(
 
 
 def find_cache(kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the argument that is a KV cache, found by its type, because names differ."""
+    """Return the name of the KV cache among arguments: it is found by its type, because releases name it differently."""
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
 
 

@@ -1,9 +1,9 @@
-"""The MHLA core: all that an attention module gains when it stops being softmax attention.
+"""The MHLA core: the module that an attention module gets in place of softmax.
 
-It takes the q, k, and v of softmax attention and returns what that would return. A converted layer holds all of its new
-parameters under one name, `mhla`. `MHLACore` is what sequences and grids share, `MHLA` the causal core of language models,
-and `GridMHLA` (`grid.py`) that of image and video models. Every parameter belongs to a module that is called, because
-offloading moves weights when modules are called.
+Its inputs are the q, k, and v of softmax attention, and its output replaces that of the attention. A converted layer holds
+all of its new parameters under one name, `mhla`. `MHLACore` is what sequences and grids share, `MHLA` the causal core of
+language models with a mixing matrix; `windowed.py`, `sequence.py`, `grid.py`, and `joint.py` have the others. Every
+parameter belongs to a module that is called, because offloading moves weights when modules are called.
 """
 
 import logging
@@ -25,7 +25,7 @@ from .settings import MHLASettings, check_settings
 OPEN_GATE_BIAS = 1.2784645  # silu(OPEN_GATE_BIAS) == 1
 CORE_LOG = logging.getLogger("mhla_hf")
 
-# A rotary embedding: from q [B, T, H, K] and k [B, T, G, K] to both rotated.
+# A rotary embedding: called with q [B, T, H, K] and k [B, T, G, K], it returns both rotated.
 Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -74,7 +74,8 @@ def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tu
 def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Return source and inverse, int64 [B, T], which move padding before a row's real tokens and back, and starts [B].
 
-    Padding in the middle or at the end of a row then does not count as a position. For one token both are None.
+    Padding in the middle or at the end of a row then does not count as a position. With one token per row, source and
+    inverse are None.
     """
     starts = key_mask.shape[1] - key_mask.sum(1)
     if key_mask.shape[1] == 1:
@@ -164,27 +165,6 @@ class MHLACore(nn.Module):
         if settings.gate:
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
-    def prepare_operands(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None, rotate: Rotation | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return the first three arguments of `mhla` and a dict of others: padding is zero, q and k are mapped and rotated.
-
-        Features get v's dtype: under autocast, a rotation gives fp32.
-        """
-        if rotate is not None and self.settings.rope == "before":
-            q, k = rotate(q, k)
-            rotate = None
-        q, k, v = without_padding(key_mask, q, k, v)
-        q = self.q_map(q)
-        (k,) = without_padding(key_mask, self.k_map(k))
-        options: dict[str, Any] = {"normalize": self.settings.normalize, "unrounded": self.settings.output_norm}
-        if rotate is not None:
-            if self.settings.normalize:
-                options["q_den"] = q.to(v.dtype)
-                options["k_den"] = k.to(v.dtype)
-            q, k = rotate(q, k)
-        return q.to(v.dtype), k.to(v.dtype), v, options
-
     def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Apply the output norm and the gate to o [B, T, H, V]; the gate reads the layer's input, [B, T, hidden_size]."""
         if self.settings.output_norm:
@@ -193,6 +173,34 @@ class MHLACore(nn.Module):
         if self.settings.gate:
             o = o * F.silu(self.gate(hidden_states)).view_as(o)
         return o
+
+
+def prepare_operands(
+    core: MHLACore,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    rotate: Rotation | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Map, rotate, and mask: return q, k, and v as the operator `mhla` takes them, and a dict of its further arguments.
+
+    Features are cast to v's dtype, because a rotation gives fp32 under autocast.
+    """
+    settings = core.settings
+    if rotate is not None and settings.rope == "before":
+        q, k = rotate(q, k)
+        rotate = None
+    q, k, v = without_padding(key_mask, q, k, v)
+    q = core.q_map(q)
+    (k,) = without_padding(key_mask, core.k_map(k))
+    options: dict[str, Any] = {"normalize": settings.normalize, "unrounded": settings.output_norm}
+    if rotate is not None:
+        if settings.normalize:
+            options["q_den"] = q.to(v.dtype)
+            options["k_den"] = k.to(v.dtype)
+        q, k = rotate(q, k)
+    return q.to(v.dtype), k.to(v.dtype), v, options
 
 
 class MHLA(MHLACore):
@@ -242,7 +250,7 @@ class MHLA(MHLACore):
             ValueError, TypeError: If an argument is not valid (see `mhla`).
         """
         settings = self.settings
-        q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
+        q, k, v, options = prepare_operands(self, q, k, v, key_mask, rotate)
         if key_mask is not None:
             source, inverse, starts = padding_first(key_mask)
             q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))

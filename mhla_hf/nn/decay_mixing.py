@@ -1,4 +1,4 @@
-"""Learned mixing by decays, which replaces a mixing matrix where the decoder state has to stay small."""
+"""Learned mixing by decays, in place of a mixing matrix: the decoder state then has a constant size."""
 
 import torch
 import torch.nn.functional as F

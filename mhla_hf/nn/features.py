@@ -1,7 +1,7 @@
 """Feature maps: what is applied to q and k before the products that replace softmax(q k^T).
 
-The learned one follows Hedgehog (arXiv 2402.04347). Its weights start at the identity, so a converted model begins with
-attention that peaks about where softmax attention does.
+The learned maps follow Hedgehog (arXiv 2402.04347): their weights start at a multiple of the identity, so that the attention
+of a converted model peaks about where softmax does.
 """
 
 import torch
@@ -47,7 +47,7 @@ class FeatureMap(nn.Module):
         return values
 
     def forward(self, x: torch.Tensor, heads: HeadSplit | None = None) -> torch.Tensor:
-        """Compute features in x's dtype; `heads` tells which heads x has in a layer that keeps softmax in the others."""
+        """Compute features in x's dtype. In a layer that keeps softmax in some heads, `heads`, x has only the MHLA heads."""
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":

@@ -15,7 +15,7 @@ from torch import nn
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.grid_shards import sharded_mhla
-from .core import MHLACore, Rotation, mixing_options
+from .core import MHLACore, Rotation, mixing_options, prepare_operands
 from .mixing import Mixing, locality_weights
 from .settings import MHLASettings
 
@@ -37,7 +37,7 @@ def rotate_both(x: torch.Tensor, y: torch.Tensor, angles: Sequence[Any]) -> tupl
 
 
 def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
-    """Return what fraction of each of `num_new` equal parts of an axis lies in each of `num_old`; rows sum to one."""
+    """Return [num_new, num_old]: the fraction of each new part of an axis that lies in each old one. Parts are equal."""
     starts = torch.arange(num_new, dtype=torch.float32) / num_new
     size = 1.0 / num_new
     edges = torch.arange(num_old + 1, dtype=torch.float32) / num_old
@@ -176,10 +176,10 @@ class GridMHLA(MHLACore):
         """
         blocks = Blocks.grid(tuple(grid), self.mixing.layout, prefix=self.prefix)
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):
-            raise ValueError("shard: got tokens of one process, expected all for cpe, prefix tokens or a key_mask.")
+            raise ValueError("shard: got a part of the tokens, expected None with cpe, prefix tokens, or a key_mask.")
         if shard is None and blocks.length != q.shape[1]:
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
-        q, k, v, options = self.prepare_operands(q, k, v, key_mask, rotate)
+        q, k, v, options = prepare_operands(self, q, k, v, key_mask, rotate)
         mixing = self.mixing(blocks.counts)
         if shard is None:
             o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)

@@ -1,4 +1,4 @@
-"""Splits the KV heads of a layer into those that keep softmax and those that are MHLA, and joins their outputs again."""
+"""Which KV heads of a layer keep softmax, and which are MHLA."""
 
 from collections.abc import Mapping, Sequence
 

@@ -54,10 +54,10 @@ def softmax_beside_key(
     """Call `softmax` over keys [B, S, H, K] and one more key, with a score z' for each query [B, T, H, K + 1].
 
     The last channel of q is z' * sqrt(K). The mask is [B, 1, 1, at most S]. With weights e^z / (sum e^z + e^z'), this
-    returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the additional key's weight. With
-    the additional key's weight, the caller merges this with other weights, as with a logsumexp, but it has gradients: it
-    comes out of the fused kernel through two further columns of v. If z' is the log of the sum of the other weights, only
-    negligible terms are lost, also in fp16.
+    returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the additional key's weight. The
+    caller merges this with other weights by the additional key's, as it would by a logsumexp. Unlike a logsumexp, that has
+    gradients: both sums of weights come out of the fused kernel as further columns of v. If z' is the log of the sum of the
+    other weights, only negligible terms are lost, also in fp16.
     """
     num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
     width = -(-max(key_width + 1, value_width + 2) // WIDTH_STEP) * WIDTH_STEP
@@ -76,7 +76,7 @@ def softmax_beside_key(
 
 
 def split_grids(grid: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Return the size of each grid, where `grid` is that of the only one or has a tuple for each."""
+    """Return the size of each grid; `grid` is the size of a single one, or has a tuple for each."""
     return tuple(grid) if isinstance(grid[0], tuple) else (tuple(grid),)
 
 
@@ -93,7 +93,7 @@ def near_blocks(counts: Sequence[int], window: int) -> list[list[int]]:
 
 
 def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> torch.Tensor:
-    """Return fp32 [M, M], 0 for the blocks in the lists of `near_blocks`, and 1 elsewhere."""
+    """Return fp32 [M, M]: 0 for the pairs of blocks that `near_blocks` lists, and 1 for the others."""
     near = torch.ones(1, 1, dtype=torch.float32, device=device)
     for count in counts:
         position = torch.arange(count, device=device)

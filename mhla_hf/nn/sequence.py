@@ -11,7 +11,7 @@ import torch
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.torch_layout import MoveTokens, shift_to_start
-from .core import MHLACore, mixing_options
+from .core import MHLACore, mixing_options, prepare_operands
 from .grid import GridMixing
 from .settings import MHLASettings, check_settings
 
@@ -46,7 +46,7 @@ class SequenceMHLA(MHLACore):
         if blocks.num_blocks > settings.num_blocks:
             longest = settings.num_blocks * settings.block_size
             raise ValueError(f"input_ids: got {length} tokens, expected at most the {longest} of this encoder.")
-        q, k, v, options = self.prepare_operands(q, k, v, key_mask, None)
+        q, k, v, options = prepare_operands(self, q, k, v, key_mask, None)
         if starts is not None:
             assert key_mask is not None  # see `starts`
             source, inverse = shift_to_start(starts, length)

@@ -12,9 +12,9 @@ from typing import Any
 from ..ops.checks import IMPLEMENTATIONS
 
 FORMAT_VERSION = 3
-# Entries of config.json that are for other classes than ours. `transformers_weights` names the weights file: the softmax
-# classes of transformers fail on this missing file, and the error shows the sentence. AutoTokenizer, without our code, reads
-# the file as a configuration of type "", and warns of the other type unless a part of the file has that type.
+# Entries of config.json for classes other than ours. Softmax classes of transformers take `transformers_weights` for the
+# name of the weights file, and fail with an error that shows it. AutoTokenizer, if it does not know our type, takes the file
+# for a configuration of type "", and warns that the types differ unless some part of the file has type "".
 FOREIGN_ENTRIES: dict[str, Any] = {
     "transformers_weights": "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf "
     "installed",
@@ -74,25 +74,20 @@ def whole_number(minimum: int, maximum: int) -> SettingCheck:
     return (lambda value: is_whole(value, minimum, maximum)), f"a whole number from {minimum} to {maximum}"
 
 
+SWITCHES = ("learn_mixing", "free_decay", "length_power", "windowed", "per_head", "output_norm", "gate")
 SETTING_CHECKS: dict[str, SettingCheck] = {
+    **dict.fromkeys(SWITCHES, one_of(True, False)),
     "block_size": whole_number(1, MAX_BLOCK_SIZE),
     "num_blocks": whole_number(1, MAX_BLOCKS),
     "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MAX_BLOCKS} blocks in all"),
     "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "softmax", "exp", "identity"),
     "normalize": one_of(True, False, "official"),
     "mixing_start": one_of("locality", "uniform"),
-    "learn_mixing": one_of(True, False),
     "mixing_form": one_of("softmax", "direct", "free", "decay"),
-    "free_decay": one_of(True, False),
-    "length_power": one_of(True, False),
     "num_decays": whole_number(1, MAX_DECAYS),
-    "windowed": one_of(True, False),
     "window": whole_number(1, MAX_WINDOW_BLOCKS),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
-    "per_head": one_of(True, False),
-    "output_norm": one_of(True, False),
-    "gate": one_of(True, False),
     "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
     "rope": one_of("before", "after", "near"),
     "layers": (is_choice_of_layers, '"all", "2/3" or a list of different layer indices, each at least 0'),
@@ -211,11 +206,11 @@ class MHLASettings:
             expected = '"softmax", "direct" or "free" for grids'
             raise ValueError(f'mixing_form: got "decay" with a layout, expected {expected}.')
         if decay and self.rope == "after":
-            raise ValueError('rope: got "after" with mixing_form="decay", expected "before".')
+            raise ValueError('rope: got "after" with mixing_form="decay", expected "before" or "near".')
         if decay and self.impl == "reference":
             raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
         if self.free_decay and not decay:
-            raise ValueError(f'free_decay: got true with mixing_form={self.mixing_form!r}, expected "decay".')
+            raise ValueError(f"free_decay: got true with mixing_form={self.mixing_form!r}, expected false.")
         if self.length_power and not self.windowed:
             raise ValueError("length_power: got true without windowed=True, expected false.")
         if self.rope == "near" and not self.windowed and self.layout is None:
@@ -275,7 +270,7 @@ class MHLASettings:
 def check_settings(settings: MHLASettings, model: str, *, both_ways: bool = False) -> None:
     """Raise ValueError if settings, valid by themselves, do not suit a model of sequences, which the error calls `model`.
 
-    `both_ways` is for sequences in which every token sees all others.
+    `both_ways` says whether every token sees all others.
     """
     if settings.normalize == "official":
         raise ValueError(f'normalize: got "official", expected true or false for {model}.')
@@ -296,9 +291,9 @@ def check_settings(settings: MHLASettings, model: str, *, both_ways: bool = Fals
 def check_grid_settings(
     settings: MHLASettings, model: str, axes: int, *, has_prefix: bool = False, joint: bool = False
 ) -> None:
-    """Do the same as `check_settings` for a grid of tokens with this number of axes.
+    """Raise ValueError if settings, valid by themselves, do not suit a grid of tokens with this number of axes.
 
-    `has_prefix` is for tokens before the grid, `joint` for a text that shares one attention with the grid.
+    `has_prefix` says whether tokens come before the grid, `joint` whether a text shares one attention with it.
     """
     if settings.normalize == "official" and has_prefix:
         reason = "whose denominator has no class tokens"

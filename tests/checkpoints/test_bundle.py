@@ -33,6 +33,12 @@ CHAIN = {
         SIX = 6  # inline reason
         @dataclass
         class Low:
+            '''The first paragraph
+            stays.
+
+            Args:
+                part: What follows does not.
+            '''
             part: int = 0
             def root(self):
                 return math.sqrt(SIX + 3)
@@ -56,9 +62,10 @@ def test_order_imports_and_comments(tmp_path):
     text = folded(tmp_path, CHAIN)
     assert text.index("class Low") < text.index("class Top")
     assert text.count("import math\n") == 1 and text.index("import math") < text.index("import torch\n")
-    assert "from dataclasses import asdict\nfrom dataclasses import dataclass\n" in text
+    assert "import math\nfrom dataclasses import asdict, dataclass\n" in text
     assert "# why six\nSIX = 6  # inline reason" in text
     assert "Lowest room" not in text and "a comment inside" not in text
+    assert run(text)["Low"].__doc__.split() == ["The", "first", "paragraph", "stays."]
     assert not re.search(r"^\s*from\s+\.", text, re.MULTILINE)
     assert run(text)["Top"]()(-torch.ones(2)).tolist() == [15.0, 15.0]
 

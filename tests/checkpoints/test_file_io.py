@@ -41,7 +41,7 @@ def test_what_cannot_be_written_is_known_before_it_is_written(tmp_path, monkeypa
             check_writable(tmp_path / place, "out")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3 << 20))
     check_writable(tmp_path / "new/out", "out", 3 << 20)
-    with refused("out: got '", "with 3.0 MiB of room for 4.0 MiB or more, expected more room."):
+    with refused("out: got '", "with 3.0 MiB of free space, expected at least 4.0 MiB."):
         check_writable(tmp_path / "new/out", "out", 4 << 20)
     monkeypatch.setattr("os.access", lambda *given: False)
     with pytest.raises(ValueError, match="which cannot be made in"):

@@ -69,8 +69,8 @@ def test_every_bundle_stands_alone(bundles, tmp_path):
 
 
 ABSENT = {  # a language model has no grids, no vision, no other families; one of diffusers has no caches of decoders
-    "models.converted:decay_class": "MHLA Mixing mhla_step GridMHLA WanTransformer ViTModel MHLAConfig",
-    "models.converted:matrix_class": "DecayMHLA windowed_attention PositionConv SanaTransformer ViTModel MHLAConfig",
+    "models.converted:decay_class": "MHLA Mixing mhla_step prepare_operands GridMHLA WanTransformer ViTModel MHLAConfig",
+    "models.converted:matrix_class": "DecayMHLA windowed_attention SoftmaxHeads RotationLayout PositionConv MHLAConfig",
     "models.converted:decay_encoder_class": "SequenceMHLA GridMixing mhla MHLACacheLayer mhla_attention WindowedState",
     "models.converted:matrix_encoder_class": "TwoWayMHLA DecayMixing Decays MHLACacheLayer mhla_step GridCall",
     "models.diffusion.converted_transformer": "MHLACacheLayer LlamaForCausalLM MHLA mhla_step",
@@ -80,6 +80,11 @@ ABSENT = {  # a language model has no grids, no vision, no other families; one o
 @pytest.mark.parametrize("entry", ABSENT)
 def test_a_bundle_holds_nothing_of_other_models(bundles, entry):
     assert not re.findall(rf"(?:class|def) (?:{'|'.join(ABSENT[entry].split())})\b", bundles[entry])
+
+
+def test_a_model_with_decays_does_not_look_for_triton(bundles):
+    assert "import triton" not in bundles["models.converted:decay_class"]
+    assert "import triton" in bundles["models.converted:matrix_class"]
 
 
 def test_it_has_the_name_that_its_library_wants(bundles):

@@ -181,7 +181,7 @@ def test_a_model_in_memory(hub, unvisited, monkeypatch):
     with pytest.raises(ValueError, match="no result for recall and generation"):
         push(converted(), "tester/converted", license="apache-2.0")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(ValueError, match=r"what: got '.*saved', with 0.0 MiB of room for .* MiB or more"):
+    with pytest.raises(ValueError, match=r"what: got '.*saved', with 0.0 MiB of free space, expected at least .* MiB"):
         push(model, "tester/scratch3", license="apache-2.0")
 
 

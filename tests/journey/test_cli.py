@@ -140,7 +140,7 @@ EARLY = {  # said before anything is imported
     "push nothing me/model": "folder: got 'nothing', which is no folder",
 }
 LATE = {
-    "convert truncated new": "truncated/model.safetensors is no whole safetensors file",
+    "convert truncated new": "truncated/model.safetensors is not a complete safetensors file",
     "convert mhla new": "is an MHLA model already",
     "convert llama new --set colour=red": "'colour'",
     "convert llama new --text none --keep 1": "--keep: got 1 without text or samples, expected None",
@@ -229,7 +229,7 @@ def test_too_little_room_is_said_before_anything_is_learned(place, monkeypatch, 
     monkeypatch.setattr("mhla_hf.conversion.convert", lambda *given, **options: pytest.fail("learned already"))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**17))
     assert main(["convert", "llama", "new", "--text", "train.txt", "--quiet"]) == 2
-    assert "/new', with 0.1 MiB of room for " in capsys.readouterr().err
+    assert "/new', with 0.1 MiB of free space, expected at least " in capsys.readouterr().err
 
 
 def stop(*_, **options):

@@ -231,7 +231,7 @@ RUNNING = {
     "context parallelism of LTX": (lambda: converted("ltx").enable_parallelism(config=None),
         "model: got MHLALTXVideoTransformer3DModel, expected a model of Wan for context parallelism"),
     "columns first": (lambda: converted("flux")(**{**inputs("flux"), "img_ids": inputs("flux")["img_ids"][:, [0, 2, 1]]}),
-        "img_ids: got other positions of 20 tokens, expected the rows and columns of each image"),
+        "img_ids: got 20 positions in another order, expected the rows and columns of each image"),
     "shapes of other images": (
         lambda: converted("qwen-image")(**{**inputs("qwen-image"), "img_shapes": [[(1, 2, 5)] * 3]}),
         "img_shapes: got [[(1, 2, 5), (1, 2, 5), (1, 2, 5)]], expected images of 20 tokens together"),

@@ -55,7 +55,7 @@ def one_process(rank, folder):
     with torch.no_grad():
         torch.save(model(IDS).logits, f"{folder}/apart-{rank}.pt")
     if rank:  # whose heads of layer 1 are all softmax
-        with refused("tp_size: got a process with softmax heads alone in layer 1"):
+        with refused("tp_size: got a process that has no MHLA head in layer 1"):
             model.train().model.layers[1](torch.zeros(1, 9, 32), position_embeddings=(torch.ones(1, 9, 8),) * 2)
     with refused("tensor-parallel size 2", "divides the 1 key/value heads"):
         AutoModelForCausalLM.from_pretrained(f"{folder}/one head", distributed_config=config)

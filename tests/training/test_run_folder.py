@@ -132,7 +132,7 @@ def test_out_that_is_something_else_or_cannot_be_written(lab, tmp_path, monkeypa
         ("text", "holds other files, expected a new or empty folder"),
         ("half", "train.json: got invalid JSON"),
         ("file/out", r"out: got '.*', which cannot be made in '.*file', expected a writable"),
-        ("new", r"out: got '.*', with .* of room for .* or more, expected more room"),
+        ("new", r"out: got '.*', with .* MiB of free space, expected at least .* MiB"),
     ):
         if out == "new":
             monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4 * size - 1))

@@ -1,7 +1,7 @@
 """Spreads the tokens of a video over processes, by diffusers' context parallelism (Wan).
 
-diffusers cuts the tokens row by row, so that nearly every process would have tokens of nearly every block. Here they are in
-the order of their blocks, so that an MHLA layer exchanges sums per block, of fewer blocks if a process has fewer tokens.
+diffusers splits the tokens row by row, so that nearly every process would have tokens of nearly every block. Here they are
+split in the order of their blocks: a process has few blocks, and MHLA layers exchange the sums of these.
 """
 
 import inspect

@@ -165,7 +165,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         """Return rows and columns of tokens; raise ValueError unless they are a square, as diffusers' DiT assumes."""
         grid = super().token_grid(hidden_states, **arguments)
         if grid[0] != grid[1]:
-            raise ValueError(f"hidden_states: got a grid of {grid}, expected a square, as diffusers' DiT makes of it.")
+            raise ValueError(f"hidden_states: got a grid of {grid}, expected a square, as diffusers' DiT requires.")
         return grid
 
 

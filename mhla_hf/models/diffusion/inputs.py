@@ -34,7 +34,7 @@ class AttentionParts(NamedTuple):
 
 
 def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
-    """Return the modules of a self-attention by their roles; `text` for those of the text where it has its own."""
+    """Return the modules of a self-attention; with `text`, those for the text, if it has some of its own."""
     if text and getattr(attn, "add_q_proj", None) is not None:
         inputs = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
         output = getattr(attn, "to_add_out", None)  # the last layer may drop the text
@@ -43,7 +43,7 @@ def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
         inputs = (attn.to_query, attn.to_key, attn.to_value, attn.query_norm, attn.key_norm)
         return AttentionParts(*inputs, (attn.out_layer,), attn.num_heads)
     inputs = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-    # Where attention and MLP share an output projection, the block has it.
+    # If attention and MLP share an output projection, it belongs to the block.
     return AttentionParts(*inputs, tuple(getattr(attn, "to_out", None) or ()), attn.heads)
 
 
@@ -133,7 +133,7 @@ def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ..
     for image, grid in zip(images, grids, strict=True):
         if not torch.equal(image, torch.cartesian_prod(*map(torch.arange, grid))):
             expected = "the rows and columns of each image in row-major order, beginning with (0, 0)"
-            raise ValueError(f"img_ids: got other positions of {num_tokens} tokens, expected {expected}.")
+            raise ValueError(f"img_ids: got {num_tokens} positions in another order, expected {expected}.")
     return grids if len(grids) > 1 else grids[0]
 
 
@@ -148,7 +148,7 @@ def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
 
 
 def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the number of tokens along each axis of the grid; of several images, a tuple for each.
+    """Return the number of tokens along each axis of the grid; for several images, a tuple of these.
 
     `latents` have the axes that `kind.latents` names, `arguments` are the others of the transformer's forward.
     """
@@ -171,7 +171,7 @@ def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments
         argument = f"num_{name}" if name == "frames" else name
         side = sizes[name] if name in sizes else arguments.get(argument)
         if side is None:
-            expected = "the size of the latents; tokens that have only coordinates make no grid"
+            expected = "the size of the latents, without which the grid of tokens is not known"
             raise ValueError(f"{argument}: got None, expected {expected}.")
         grid.append(side // step)
     return tuple(grid)

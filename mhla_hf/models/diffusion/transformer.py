@@ -63,8 +63,8 @@ class MHLATransformerMixin:
         # Without accelerate, diffusers cannot load models with modules that stay in fp32.
         if base._keep_in_fp32_modules or is_accelerate_available():
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
-        # diffusers writes the name of the class's module to model_index.json and takes it as that of the source file. Given
-        # a component of that class, it looks the name up in `sys.modules`, and `ModelMixin` in the module there.
+        # diffusers writes the name of the class's module to model_index.json, as that of the source file. If such a model is
+        # passed to `DiffusionPipeline.from_pretrained`, it reads that module from `sys.modules`, and `ModelMixin` from it.
         module_name = source_name(cls.family.entry).removesuffix(".py")
         module = sys.modules.setdefault(module_name, sys.modules[cls.__module__])
         vars(module).setdefault("ModelMixin", ModelMixin)
@@ -102,7 +102,7 @@ class MHLATransformerMixin:
     def use_base_attention(self: Any, enabled: bool = True) -> None:
         """Let MHLA layers attend as the base does, without their MHLA cores; False returns to MHLA.
 
-        This holds for forward passes of the current thread. `mhla_hf.use_mhla_in_steps` switches between steps of sampling.
+        Only forward passes of the current thread are affected. `mhla_hf.use_mhla_in_steps` switches between sampling steps.
         """
         self.mhla_state.uses_base = enabled
 
@@ -156,7 +156,7 @@ class MHLATransformerMixin:
         self.check_processors()
         adapted = next((name for name in self.state_dict() if ADAPTED.search(name)), None)
         if adapted is not None:
-            expected = "plain weights: fuse_lora() and unload_lora() come first, and modules_to_save does not work"
+            expected = "plain weights; call fuse_lora() and unload_lora() first, and do not use modules_to_save"
             raise ValueError(f"save_directory: got a model with {adapted}, expected {expected}.")
         if is_main_process:
             write_source(self.family.entry, save_directory, source_name(self.family.entry))
@@ -195,7 +195,7 @@ class MHLAProcessorsMixin:
     """Keeps MHLA processors when attention processors are replaced; for classes with diffusers' `AttentionMixin`."""
 
     def set_attn_processor(self: Any, processor: Any) -> None:
-        """Set processors as the base does, except in MHLA layers, whose processors hold their weights; a warning says so.
+        """Set processors as the base does, except in MHLA layers, whose processors hold weights; a warning says so.
 
         A processor for an MHLA layer is used only while `use_base_attention` is enabled, and only if it has no weights.
         """
@@ -238,7 +238,7 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
 def make_forward(base: Any) -> Callable[..., Any]:
     """Wrap the forward of `base` so that it checks the MHLA processors first, and then runs with the grid of its latents."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
-    # torch.compile cannot read it from classes such as LTX's, which are allowed in its graphs.
+    # torch.compile cannot read it from the class of models such as LTX's, which it is told not to trace.
     base_forward = base.forward
 
     @functools.wraps(base_forward)
@@ -252,7 +252,7 @@ def make_forward(base: Any) -> Callable[..., Any]:
 
 def refuse_ip_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ValueError: an IP-Adapter replaces the processors of all layers, and those of MHLA layers hold weights."""
-    raise ValueError(f"model: got {type(self).__name__}, expected its base: MHLA layers have no IP-Adapter.")
+    raise ValueError(f"model: got {type(self).__name__}, expected a softmax model: MHLA layers support no IP-Adapter.")
 
 
 def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:

@@ -1,7 +1,7 @@
 """Replaces softmax attention with an MHLA core in the attention modules of transformers' text encoders.
 
-As in language models, the base keeps its projections and RoPE and calls the attention function, which is ours in converted
-modules. The model without its head passes the padding on to them (`pass_rows`).
+As in language models, the base keeps its projections and RoPE, and converted modules select our attention function. The
+model without its head passes the padding on to them (`pass_rows`).
 """
 
 from typing import Any
@@ -25,8 +25,8 @@ def mhla_encoder_attention(
     The mask is ignored: `mhla_rows` (see `pass_rows`) has the padding without a T x T mask.
     """
     if kwargs.get("cu_seq_lens_q") is not None:
-        got = "packed sequences for an MHLA layer of an encoder"
-        raise ValueError(f"cu_seq_lens_q: got {got}, expected None, and rows with an attention_mask.")
+        expected = "None; an encoder with MHLA layers takes padded rows and an attention_mask"
+        raise ValueError(f"cu_seq_lens_q: got packed sequences, expected {expected}.")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     starts, key_mask = kwargs.get("mhla_rows") or (None, None)
     scale, hidden_states = kwargs.get("scaling"), kwargs["mhla_hidden_states"]
@@ -74,8 +74,8 @@ def pass_rows(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Add `mhla_rows` to an encoder's arguments: each row's first real token, int64 [B], and which are real, bool [B, T].
 
-    The first is None if all rows begin with a real token. If rows are padded on the left and the caller passes no positions,
-    they are counted from the first real token, so that padding does not change outputs.
+    The first of the two is None if all rows begin with a real token. If rows are padded on the left and the caller passes no
+    positions, they are counted from the first real token, so that padding does not change outputs.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = kwargs.get("attention_mask")
@@ -85,7 +85,7 @@ def pass_rows(
         got = f"{mask.ndim} axes" if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: got {got}, expected [batch, length] for an encoder with MHLA layers.")
     is_real, length = mask.bool(), mask.shape[1]
-    # In a compiled graph the mask cannot be read by value, so it counts as padded on the left.
+    # A compiled graph cannot read the mask's values, and treats all rows as padded on the left.
     can_read = not torch.compiler.is_compiling()
     if can_read and bool(is_real.all()):
         return (), kwargs

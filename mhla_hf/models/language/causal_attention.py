@@ -1,13 +1,14 @@
 """Replaces softmax attention with an MHLA core in the attention modules of transformers' language models.
 
-The base keeps its projections, norms, and RoPE, and calls "the attention function", which is ours (`mhla_attention`) in
-converted modules alone, by their own copy of the configuration. What the base does not pass to it travels as keyword
-arguments: `mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_cos_sin`, and, in models from
-scratch, `mhla_rotate`. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
+The base keeps its projections, norms, and RoPE, and calls "the attention function". Converted modules have a copy of the
+configuration that selects ours, `mhla_attention`. What the base does not pass to it travels as keyword arguments:
+`mhla_padding` (see `pass_padding`), `mhla_cache`, `mhla_hidden_states`, `mhla_cos_sin`, and, in models from scratch,
+`mhla_rotate`. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from .cache import mhla_cache_layer
 from .rotation import rotation_cos_sin, rotation_layout, unrotate
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
-# Arguments that change what other attention functions compute, and that MHLA cannot follow.
+# Arguments with which other attention functions compute something that MHLA cannot.
 SOFTMAX_ONLY = ("softcap", "s_aux", "sliding_window", "position_bias")
 
 
@@ -64,63 +65,22 @@ def mhla_attention(
         # Only some cores take these.
         **{name: kwargs[f"mhla_{name}"] for name in ("rotate", "cos_sin") if f"mhla_{name}" in kwargs},
     }
-    heads = getattr(module.mhla, "heads", None)
-    if softmax_is_exact(module, query.shape[2], attention_mask, options):
-        others = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
-        mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
-        o = module.softmax_heads(query, key, value, mask, None, scaling, dropout, **others)
-        if cache is not None:
-            if heads is not None:
-                cache.softmax.update(heads.part(key, True, 1), heads.part(value, True, 1))
-                key, value = heads.part(key, False, 1), heads.part(value, False, 1)
-            module.mhla.remember(key.transpose(1, 2), value.transpose(1, 2), cache, options.get("cos_sin"))
-        return module.mhla.finish_output(o, options["hidden_states"], value.dtype).contiguous(), None
-    if heads is None:
+    if not hasattr(module, "attend_with_softmax"):
         o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
-        # Some bases call `view` on the output.
-        return o.contiguous(), None
-    # By whether the heads keep softmax.
-    outputs = {}
-    if heads.counts[True]:
-        parts = [heads.part(x, True, 1) for x in (query, key, value)]
-        others = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
-        outputs[True] = module.softmax_heads(*parts, attention_mask, cache, scaling, dropout, **others)
-    if heads.counts[False]:
-        parts = [heads.part(x, False, 1).transpose(1, 2) for x in (query, key, value)]
-        outputs[False] = module.mhla(*parts, **options)
-    elif module.training and torch.is_grad_enabled():
-        # This process would have no gradients of the MHLA parameters, for which the other processes wait.
-        expected = "fewer processes for training, so that each has an MHLA head in every layer"
-        got = f"a process with softmax heads alone in layer {module.layer_idx}"
-        raise ValueError(f"tp_size: got {got}, expected {expected}.")
-    return heads.join(outputs, 2), None
-
-
-def softmax_is_exact(module: Any, num_tokens: int, attention_mask: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether the base's own attention of T new tokens is the result: nothing is far from any of them.
-
-    Eager attention is causal by its mask alone, which a model without softmax layers does not make.
-    """
-    softmax = getattr(module, "softmax_heads", None)
-    if not (isinstance(softmax, SoftmaxHeads) and hasattr(module.mhla, "fits_window")):
-        return False
-    implementation = softmax.config._attn_implementation
-    if implementation in (None, ATTENTION_NAME):  # then no layer of the model has softmax
-        return False
-    # Only a tensor of four axes can be cut to the new tokens, since it may cover a whole static cache.
-    fits_mask = getattr(attention_mask, "ndim", 0) == 4 if attention_mask is not None else implementation != "eager"
-    if not fits_mask:
-        return False
-    names = ("cache", "starts", "key_mask", "cu_seqlens")
-    return module.mhla.fits_window(num_tokens, **{name: options[name] for name in names})
+    else:
+        softmax_options = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
+        softmax_options.update(attention_mask=attention_mask, scaling=scaling, dropout=dropout)
+        o = module.attend_with_softmax(query, key, value, options, softmax_options)
+    # Some bases call `view` on the output.
+    return o.contiguous(), None
 
 
 class SoftmaxHeads(nn.Module):
-    """Computes softmax in an MHLA layer by the attention function that the model's configuration selects: of the heads that
-    keep it and, while all tokens are within one window, of all heads.
+    """Computes the softmax of an MHLA layer, by the attention function that the model's configuration selects.
 
-    It is passed to that function in place of an attention module, and has the attributes that such functions read. `config`
-    is the model's, which `set_attn_implementation` changes; the module's own copy selects MHLA.
+    This is the softmax of the heads that keep it and, while all tokens are within one window, of all heads. The module is
+    passed to that function in place of an attention module, and has the attributes that such functions read. `config` is the
+    model's, which `set_attn_implementation` changes; the attention module's own copy selects MHLA.
     """
 
     def __init__(self, attention: Any, config: Any):
@@ -136,21 +96,17 @@ class SoftmaxHeads(nn.Module):
         self.eager = sys.modules[base.__module__].eager_attention_forward
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any,
-        cache: Any,
-        scaling: float | None,
-        dropout: float,
-        **kwargs: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: Any, **options: Any
     ) -> torch.Tensor:
         """Attend by softmax, to [B, T, H, V]. Keys and values go into `cache.softmax`, if there is one."""
         if cache is not None:
             key, value = cache.softmax.update(key, value)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
-        return attend(self, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)[0]
+        return selected_attention(self.config, self.eager)(self, query, key, value, **options)[0]
+
+
+def selected_attention(config: Any, eager: Callable[..., Any]) -> Callable[..., Any]:
+    # A function of its own, because `calls_interface` would take `SoftmaxHeads.forward` for that of an attention module.
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
 
 
 def padding_mask(
@@ -158,7 +114,7 @@ def padding_mask(
 ) -> torch.Tensor | None:
     """Return the columns of a mask [B, S] for the new tokens, [B, T]; the mask function of models without softmax layers.
 
-    If it covered the past, too, every compiled step of `generate` would see a new shape.
+    With the columns of the past, every compiled step of `generate` would see a new shape.
     """
     return None if attention_mask is None else new_columns(attention_mask, q_length, q_offset)
 
@@ -167,29 +123,91 @@ AttentionInterface.register(ATTENTION_NAME, mhla_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, padding_mask)
 
 
-class MHLAMixer:
-    """Passes the layer's input and its MHLA cache to `mhla_attention`; a mixin for attention classes with a child `mhla`.
-
-    `reads_unrotated` says whether MHLA reads q and k as they were before the rotary embedding (`rope="near"`).
-    """
+class MatrixMixer:
+    """Passes the layer's input and its MHLA cache to `mhla_attention`; a mixin for attention classes with a child `mhla`."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache_name, keeps_softmax = find_cache(kwargs), getattr(self.mhla, "heads", None) is not None
         past = kwargs.pop(cache_name) if cache_name is not None else None
         cache = mhla_cache_layer(past, self.layer_idx, keeps_softmax=keeps_softmax)
         added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
-        if self.reads_unrotated:
-            added["mhla_cos_sin"] = rotation_cos_sin(self, kwargs)
         output = super().forward(hidden_states, *args, **added, **kwargs)  # type: ignore[misc]
         if cache is not None:
             cache.count(hidden_states)
         return output
 
 
+class MHLAMixer(MatrixMixer):
+    """Adds what only cores that mix by decays need: softmax beside MHLA, and q and k without their rotation.
+
+    `reads_unrotated` says whether MHLA reads q and k as they were before the rotary embedding (`rope="near"`).
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.reads_unrotated:
+            kwargs["mhla_cos_sin"] = rotation_cos_sin(self, kwargs)
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def attend_with_softmax(
+        self: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+        softmax_options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attend by softmax in the heads that keep it and by MHLA in the others; if nothing is far, by softmax in all."""
+        heads, cache = getattr(self.mhla, "heads", None), options["cache"]
+        if softmax_is_exact(self, query.shape[2], softmax_options["attention_mask"], options):
+            if softmax_options["attention_mask"] is not None:
+                mask = softmax_options["attention_mask"][..., : key.shape[2]]
+                softmax_options = {**softmax_options, "attention_mask": mask}
+            o = self.softmax_heads(query, key, value, None, **softmax_options)
+            if cache is not None:
+                if heads is not None:
+                    cache.softmax.update(heads.part(key, True, 1), heads.part(value, True, 1))
+                    key, value = heads.part(key, False, 1), heads.part(value, False, 1)
+                self.mhla.remember(key.transpose(1, 2), value.transpose(1, 2), cache, options.get("cos_sin"))
+            return self.mhla.finish_output(o, options["hidden_states"], value.dtype)
+        if heads is None:
+            return self.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
+        outputs = {}  # by whether heads keep softmax
+        if heads.counts[True]:
+            parts = [heads.part(x, True, 1) for x in (query, key, value)]
+            outputs[True] = self.softmax_heads(*parts, cache, **softmax_options)
+        if heads.counts[False]:
+            parts = [heads.part(x, False, 1).transpose(1, 2) for x in (query, key, value)]
+            outputs[False] = self.mhla(*parts, **options)
+        elif self.training and torch.is_grad_enabled():
+            # This process would have no gradients of the MHLA parameters, for which the other processes wait.
+            got = f"a process that has no MHLA head in layer {self.layer_idx}"
+            raise ValueError(f"tp_size: got {got}, expected fewer processes for training.")
+        return heads.join(outputs, 2)
+
+
+def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether the base's own attention of T new tokens is the result: nothing is far from any of them.
+
+    Eager attention is causal by its mask alone, which a model without softmax layers does not make.
+    """
+    softmax = getattr(attention, "softmax_heads", None)
+    if not (isinstance(softmax, SoftmaxHeads) and hasattr(attention.mhla, "fits_window")):
+        return False
+    implementation = softmax.config._attn_implementation
+    if implementation in (None, ATTENTION_NAME):  # then no layer of the model has softmax
+        return False
+    # Only a tensor of four axes can be cut to the new tokens, since it may cover a whole static cache.
+    fits_mask = getattr(attention_mask, "ndim", 0) == 4 if attention_mask is not None else implementation != "eager"
+    if not fits_mask:
+        return False
+    names = ("cache", "starts", "key_mask", "cu_seqlens")
+    return attention.mhla.fits_window(num_tokens, **{name: options[name] for name in names})
+
+
 def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
     """Return the attention modules of a decoder by layer index."""
     modules: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    return {one.layer_idx: one for one in modules if not isinstance(one, SoftmaxHeads) and is_attention(one)}
+    return {module.layer_idx: module for module in modules if is_attention(module)}
 
 
 def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
@@ -211,7 +229,7 @@ def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
 def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
     num_heads = attention.mhla.num_kv_heads
     if max(heads) >= num_heads or len(heads) >= num_heads:
-        expected = f"some of 0 to {num_heads - 1}, fewer than all: a layer without MHLA heads is not in `layers`"
+        expected = f"some of 0 to {num_heads - 1}, but not all: leave a layer without MHLA heads out of `layers`"
         raise ValueError(f"softmax_heads: got {list(heads)} for layer {attention.layer_idx}, expected {expected}.")
     attention.mhla.heads = HeadSplit(heads, num_heads)
     attention.softmax_heads = SoftmaxHeads(attention, config)
@@ -222,12 +240,12 @@ def pass_padding(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Add the padding or the borders of packed sequences to the arguments of a model without its head, for its layers.
 
-    `mhla_padding` is the first real token of each row, int64 [B], and which tokens are real, bool [B, T]. If the caller
-    passes no positions, only real tokens count as positions, so that padding does not change the outputs of a row.
+    `mhla_padding` is a pair: the first real token of each row, int64 [B], and which tokens are real, bool [B, T]. If the
+    caller passes no positions, only real tokens count as positions, so that padding does not change the outputs of a row.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     if not isinstance(pages := kwargs.get("cache"), Cache | None):  # of transformers' continuous batching
-        raise ValueError(f"cache: got {type(pages).__name__}, expected a Cache of transformers: MHLA has no pages.")
+        raise ValueError(f"cache: got {type(pages).__name__}, expected a Cache of transformers, which is not paged.")
     inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if inputs is None:
         return (), kwargs
@@ -261,7 +279,7 @@ def new_columns(mask: torch.Tensor, length: int, seen: Any) -> torch.Tensor:
 
 
 def real_columns(mask: Any, batch: int, length: int, seen: Any) -> torch.Tensor | None:
-    """Return which tokens are not padding, bool [B, S], those in the cache included; None without a mask for full attention.
+    """Return which tokens, in the cache or new, are not padding, bool [B, S]; None without a mask for full attention.
 
     The mask is [B, S], a causal mask [B, 1, T, S], or a dictionary of these by the type of layer.
     """
@@ -308,9 +326,9 @@ def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> torch.Tenso
 
 @torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q with them.")
 def find_borders(ids: torch.Tensor, step: int, batch: int) -> torch.Tensor | None:
-    """Return 0, the tokens whose id is not the previous id plus `step`, and T, int32 [N + 1]; None for a single sequence.
+    """Return the borders of packed sequences, int32 [N + 1], from 0 to T; None for a single sequence.
 
-    `step` is 1 for positions, and 0 for indices of sequences.
+    A sequence begins where an id is not the previous one plus `step`: 1 for positions, 0 for indices of sequences.
     """
     is_border = ids.diff() != step
     if not bool(is_border.any()):
@@ -336,12 +354,12 @@ def packed_arguments(kwargs: dict[str, Any], borders: torch.Tensor, length: int)
     return {"cu_seq_lens_q": borders, "position_ids": position_ids, "use_cache": False}
 
 
-# The cores depend on the source of the model: see `models/converted.py`.
-CAUSAL_SWAP = AttentionSwap(
+# `models/converted.py` adds the cores.
+MATRIX_SWAP = AttentionSwap(
     function_name=ATTENTION_NAME,
-    mixin=MHLAMixer,
+    mixin=MatrixMixer,
     find_attentions=find_causal_attentions,
     core_sizes=causal_core_sizes,
     prepare=pass_padding,
-    finish=finish_causal_layers,
 )
+CAUSAL_SWAP = replace(MATRIX_SWAP, mixin=MHLAMixer, finish=finish_causal_layers)

@@ -1,7 +1,7 @@
 """The paper's language model, from scratch (sections 4, 5.4 and C).
 
-It has the forward of a Llama, but no softmax. q and k are half as wide as the model, and v is as wide as the model. RoPE
-rotates the features after the map (relu). An RMSNorm per head and an output gate replace the normalizer.
+It has the forward of a Llama, but no softmax. q and k are half as wide as the model, v as wide. RoPE rotates the features,
+after the map (relu). An RMSNorm per head and an output gate replace the normalizer.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ class MHLALanguageMixer(nn.Module):
 
     def __init__(self, config: MHLAConfig, layer_idx: int):
         super().__init__()
-        # `MHLAConfig.__post_init__` has set what may be None.
+        # None of these is None after `MHLAConfig.__post_init__`.
         mhla: Any = config.mhla
         settings = MHLASettings.from_dict(mhla)
         num_heads, self.layer_idx = config.num_attention_heads, layer_idx
@@ -104,8 +104,8 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
 class MHLAModel(MHLAPreTrainedModel, LlamaModel):
     """Maps token ids [B, T] to hidden states [B, T, C], without a head, by Llama's forward.
 
-    `attention_mask` [B, S] marks padding on either side. The borders of sequences that are packed into one row (B = 1) are
-    found by `position_ids`, `seq_idx`, or `cu_seq_lens_q`, of which only the last compiles to one graph.
+    `attention_mask` [B, S] marks padding on either side. Sequences may be packed into one row (B = 1), with their borders in
+    `position_ids`, `seq_idx`, or `cu_seq_lens_q`; only the last compiles to one graph.
     """
 
     def __init__(self, config: MHLAConfig) -> None:

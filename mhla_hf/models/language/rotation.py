@@ -1,7 +1,7 @@
-"""Recovers queries and keys as they were before the rotary embedding of their base.
+"""Undoes the rotary embedding of queries and keys.
 
-Attention functions of transformers get rotated q and k; the attention module also gets the cosines and sines, by which the
-rotation can be undone. The factor by which ministral3, beam, and llama4 scale the queries of far positions stays in q.
+Attention functions of transformers get q and k rotated, but the attention module also gets the cosines and sines. The factor
+by which ministral3, beam, and llama4 scale the queries of far positions stays in q.
 """
 
 from dataclasses import dataclass
@@ -76,8 +76,8 @@ def is_rotated(attention: Any) -> bool:
 def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return R/2 cosines, then R/2 sines, [B or 1, T, 1, R], of one call of an attention module; None if it does not rotate.
 
-    If the base also scales by its rotation, as YaRN does, they are divided by the square of the scale, so that `unrotate`
-    undoes both.
+    If the base also scales q and k, as YaRN does, they are divided by the square of the scale, so that `unrotate` undoes
+    the scale, too.
     """
     if not is_rotated(attention):
         return None
@@ -89,7 +89,7 @@ def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tens
     layout = rotation_layout(attention)
     if isinstance(rotation, torch.Tensor):  # complex [B or 1, T, R/2]
         cos, sin = rotation.real, rotation.imag
-    else:  # cosines and sines [B or 1, T, R], with every angle twice
+    else:  # cosines and sines [B or 1, T, R], each angle twice
         cos, sin = (x[..., ::2] if layout.repeated else x[..., : x.shape[-1] // 2] for x in rotation)
         dtype = torch.promote_types(cos.dtype, torch.float32)
         cos, sin = cos.to(dtype), (-sin if layout.backward else sin).to(dtype)
