@@ -29,6 +29,7 @@ CACHE_LENGTHS = (2048, 8192)
 PROMPT_LENGTHS = (256, 1024)  # tokens, the shortest and the longest
 NEW_TOKENS = 64  # per request
 BATCHES = (1, 8, 32)  # requests at once
+LONG_PROMPTS = (4096, 8)  # tokens and number of the longest requests
 
 
 @contextlib.contextmanager
@@ -39,7 +40,8 @@ def engine(folder: str, **options: Any) -> Iterator[Any]:
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    llm = LLM(folder, enforce_eager=True, kv_cache_memory_bytes=GIB, max_num_batched_tokens=2048, **options)
+    options = {"max_num_batched_tokens": 2048, "enable_prefix_caching": False, **options}
+    llm = LLM(folder, enforce_eager=True, kv_cache_memory_bytes=GIB, **options)
     try:
         yield llm
     finally:
@@ -76,9 +78,9 @@ def score_in_vllm(llm: Any, rows: Sequence[list[int]]) -> torch.Tensor:
     return torch.tensor(scores)
 
 
-def make_prompts(text: list[int], count: int) -> list[list[int]]:
+def make_prompts(text: list[int], count: int, length: int | None = None) -> list[list[int]]:
     source = random.Random(count)
-    lengths = [source.randint(*PROMPT_LENGTHS) for _ in range(count)]
+    lengths = [length or source.randint(*PROMPT_LENGTHS) for _ in range(count)]
     starts = [source.randrange(len(text) - length) for length in lengths]
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
@@ -86,8 +88,8 @@ def make_prompts(text: list[int], count: int) -> list[list[int]]:
 # An engine must be gone before the next one starts, which holds at the end of a function.
 def measure_in_vllm(
     folder: str, text: list[int], rows: Mapping[str, list[list[int]]], batches: Sequence[int]
-) -> tuple[dict[str, float], dict[int, float], dict[int, float]]:
-    """Return the scores of rows in fp32, how many requests fit by length, and seconds by number of requests, in bf16."""
+) -> tuple[dict[str, float], dict[int, float], dict[str, float]]:
+    """Return the scores of rows in fp32, how many requests fit by length, and seconds by case, in bf16."""
     from vllm import SamplingParams
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
@@ -104,12 +106,13 @@ def measure_in_vllm(
             requests[length] = get_max_concurrency_for_kv_cache_config(config, pages)
         options = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
         seconds = {}
-        for count in (1, *batches):  # the first is the warm-up
-            prompts = [{"prompt_token_ids": prompt} for prompt in make_prompts(text, count)]
+        cases = {str(count): make_prompts(text, count) for count in batches}
+        cases["long"] = make_prompts(text, LONG_PROMPTS[1], LONG_PROMPTS[0])
+        for name, prompts in [("warm-up", cases["long"]), *cases.items()]:
             started = time.perf_counter()
-            llm.generate(prompts, options, use_tqdm=False)
-            seconds[count] = time.perf_counter() - started
-        return scores, requests, {count: seconds[count] for count in batches}
+            llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], options, use_tqdm=False)
+            seconds[name] = time.perf_counter() - started
+        return scores, requests, {name: seconds[name] for name in cases}
 
 
 def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches: Sequence[int]) -> dict[str, Any]:
@@ -133,14 +136,14 @@ def measure(folders: Mapping[str, str], text_file: Path, num_rows: int, batches:
                 options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
                 model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             seconds = time.perf_counter() - started
-            speed.append({"model": name, "engine": "transformers", "requests": count, "seconds": seconds})
+            speed.append({"model": name, "engine": "transformers", "case": str(count), "seconds": seconds})
         del model
         print(name, scores[name], speed, flush=True)
     requests: dict[str, dict[int, float]] = {}
     for name, folder in folders.items():
         scores[name]["vLLM"], requests[name], seconds_taken = measure_in_vllm(folder, text, rows, batches)
-        for count, seconds in seconds_taken.items():
-            speed.append({"model": name, "engine": "vLLM", "requests": count, "seconds": seconds})
+        for case, seconds in seconds_taken.items():
+            speed.append({"model": name, "engine": "vLLM", "case": case, "seconds": seconds})
         print(name, scores[name], requests[name], speed, flush=True)
     return {"scores": scores, "requests": requests, "speed": speed}
 
@@ -156,16 +159,18 @@ def render_vllm(record: Mapping[str, Any]) -> str:
         cells = [f"{record['requests'][name][str(length)]:.1f}" for name in names]
         lines.append([f"requests of {length:,} tokens in 1 GiB", *cells])
     for place, way in (("transformers", "one by one, `generate`"), ("vLLM", "together, vLLM")):
-        seconds: dict[int, dict[str, float]] = {}  # by number of requests and model
+        seconds: dict[str, dict[str, float]] = {}  # by case and model
         for row in record["speed"]:
             if row["engine"] == place:
-                seconds.setdefault(row["requests"], {})[row["model"]] = row["seconds"]
-        for count, by_model in seconds.items():
+                seconds.setdefault(row["case"], {})[row["model"]] = row["seconds"]
+        for case, by_model in seconds.items():
+            length, count = LONG_PROMPTS if case == "long" else (0, int(case))
             cells = [f"{count * NEW_TOKENS / by_model[name]:.1f}" for name in names]
-            lines.append([f"new tokens per second, {count} request{'s' if count > 1 else ''}, {way}", *cells])
+            requests = f"{count} request{'s' if count > 1 else ''}{f' of {length:,} tokens' if length else ''}"
+            lines.append([f"new tokens per second, {requests}, {way}", *cells])
     note = f"Perplexity over {record['rows'] * ROW_TOKENS:,} tokens, recall of {ROW_TOKENS // 2:,} repeated ones, in fp32. "
     note += f"Prompts of {PROMPT_LENGTHS[0]} to {PROMPT_LENGTHS[1]:,} tokens with {NEW_TOKENS} new ones in bf16, "
-    note += f"load average {record['load']:.1f}. "
+    note += f"without prefix caching, load average {record['load']:.1f}. "
     return f"{markdown(['', *names], lines)}\n\n{note}vLLM {record['vllm']}. {describe_setup(record)}"
 
 
