@@ -129,7 +129,7 @@ def make_inputs(task: Any, base: Any, stage: Any, count: int) -> tuple[Any, ...]
     for name in task.student.family.conditions:
         text = (count, 512, *([width] if name == "encoder_hidden_states" else []))
         batch[name] = torch.zeros(count, dtype=torch.long) if name == "class_labels" else torch.empty(text)
-    return sum(task.take(SimpleNamespace(take_rows=lambda count, rows: batch), stage, slice(None)), ())
+    return sum(task.take(SimpleNamespace(take=lambda count, rows: batch), stage, slice(None)), ())
 
 
 def measure_stage(base: Any, recipe: Recipe, stage: Any) -> dict[str, int]:

@@ -4,6 +4,7 @@ Every process reads the same rows and keeps its share of them. There is no paddi
 label in the data is -100.
 """
 
+import abc
 import dataclasses
 import functools
 import hashlib
@@ -29,15 +30,16 @@ Batch = tuple[torch.Tensor, ...]  # token ids and labels, int64 [count, length]
 TokensAndLabels = tuple[list[int], list[int]]  # flat lists of equal length
 
 
-class Reader:
-    """Reads the batches of one training stage, from the beginning or a result of `state()`."""
+class Reader(abc.ABC):
+    """Reads the batches of one training stage, from its beginning or from an earlier reader's `state()`."""
 
     def __init__(self, key: Iterable[int], state: dict[str, Any] | None = None) -> None:
         self.key: Key = tuple(key)
         self.next: int = state["next"] if state else 0
 
-    def take(self, count: int) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def take(self, count: int, rows: slice = slice(None)) -> Any:
+        """Read the next batch of `count` samples, and return this process's `rows` of it."""
 
     def shuffled(self, number: int, count: int) -> int:
         """Return the index of the sample to read after `number` others; every epoch has a new order of all `count`."""
@@ -52,7 +54,7 @@ class Reader:
         """Return the state from which the next stage's reader continues; None is the beginning."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027, most readers have nothing to close
         """Stop background threads."""
 
 
@@ -62,7 +64,7 @@ def _permutation(key: Key, count: int) -> numpy.ndarray:
 
 
 def max_positions(config: Any) -> float:
-    """Return the most tokens that a language model can read: infinite with RoPE, or without `max_position_embeddings`."""
+    """Return how many positions a language model has: infinitely many with RoPE, or without `max_position_embeddings`."""
     has_rope = getattr(config, "rope_parameters", None) is not None
     return inf if has_rope else getattr(config, "max_position_embeddings", inf)
 
@@ -124,7 +126,7 @@ class TokenRing:
 
 
 class _RingReader(Reader):
-    """Cuts the ring into sequences from a new random start in every epoch, and reads them in a new random order."""
+    """Reads the sequences of a ring. In every epoch they begin at another random token and come in another random order."""
 
     def __init__(self, tokens: torch.Tensor, length: int, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
@@ -132,7 +134,7 @@ class _RingReader(Reader):
         self.epoch: int | None = None
         self.offset, self.order = 0, numpy.zeros(0, dtype=int)
 
-    def take(self, count: int) -> Batch:
+    def take(self, count: int, rows: slice = slice(None)) -> Batch:
         per_epoch = len(self.tokens) // self.length
         starts = []
         for sample in range(self.next, self.next + count):
@@ -144,7 +146,7 @@ class _RingReader(Reader):
                 self.order = random.permutation(per_epoch)
             starts.append(self.offset + int(self.order[position]) * self.length)
         self.next += count
-        index = (torch.tensor(starts)[:, None] + torch.arange(self.length)) % len(self.tokens)
+        index = (torch.tensor(starts[rows])[:, None] + torch.arange(self.length)) % len(self.tokens)
         ids = self.tokens[index].long()
         return ids, ids
 
@@ -174,7 +176,7 @@ class TokenStream:
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
             if len(ids) != len(labels):
                 start = f"data: got {self.name!r} with {len(ids)} input_ids and {len(labels)} labels"
-                raise ValueError(f"{start}, expected as many.")
+                raise ValueError(f"{start}, expected as many labels as ids.")
         else:
             texts = [row.get(self.text_field) for row in rows]
             if not all(isinstance(text, str) for text in texts):
@@ -196,19 +198,19 @@ class _StreamReader(Reader):
         self.is_first_epoch = state is None
         state = state or {"epoch": 0, "place": None, "rest": [[], []]}
         self.leftover: Sequence[list[int]] = state["rest"]
-        self.rows: Iterator[dict[str, Any]]
+        self.documents: Iterator[dict[str, Any]]
         self._go_to(state["epoch"], state["place"])
 
-    def take(self, count: int) -> Batch:
+    def take(self, count: int, rows: slice = slice(None)) -> Batch:
         ids, labels = self.leftover
         needed = count * self.length
         while len(ids) < needed:
             with wrap_errors(f"data: got {self.stream.name!r}, expected rows that can be read"):
-                rows = list(itertools.islice(self.rows, ROWS_AT_ONCE))
-            if rows:
-                new_ids, new_labels = self.stream.tokens(rows)
+                documents = list(itertools.islice(self.documents, ROWS_AT_ONCE))
+            if documents:
+                new_ids, new_labels = self.stream.tokens(documents)
                 ids, labels = ids + new_ids, labels + new_labels
-            if len(rows) < ROWS_AT_ONCE:
+            if len(documents) < ROWS_AT_ONCE:
                 if self.is_first_epoch:
                     _check_length(len(ids), self.length, self.stream.name)
                 self._go_to(self.epoch + 1, None)
@@ -216,7 +218,7 @@ class _StreamReader(Reader):
                 self.position = self.stream.dataset.state_dict()
         self.leftover = [ids[needed:], labels[needed:]]
         self.is_first_epoch = False
-        return torch.tensor([ids[:needed], labels[:needed]]).view(2, count, self.length).unbind()
+        return torch.tensor([ids[:needed], labels[:needed]]).view(2, count, self.length)[:, rows].unbind()
 
     def state(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "place": self.position, "rest": self.leftover}
@@ -229,7 +231,7 @@ class _StreamReader(Reader):
         self.position = position
         self.stream.dataset.set_epoch(epoch)
         self.stream.dataset.load_state_dict(position)
-        self.rows = iter(self.stream.dataset)
+        self.documents = iter(self.stream.dataset)
 
 
 def _list_files(path: Path) -> list[Path]:
@@ -313,7 +315,7 @@ def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.
 def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         start = f"data: got {name!r} with tokens {tokens.min()} to {tokens.max()}"
-        raise ValueError(f"{start}, expected 0 to {vocab_size - 1} as the model knows.")
+        raise ValueError(f"{start}, expected 0 to {vocab_size - 1}, which the model knows.")
 
 
 def _check_length(tokens: int, length: int, name: str) -> None:

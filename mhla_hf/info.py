@@ -92,7 +92,7 @@ def describe_model(model: PathLike, context: int = 1024, revision: str | None = 
 
 
 def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str, Any]:
-    """Compare a softmax language model with its converted one or, for None, with what `mhla-hf convert` makes by default."""
+    """Compare a softmax language model with a converted one; None means what `mhla-hf convert` makes by default."""
     with torch.device("meta"):
         original, student = (
             AutoModelForCausalLM.from_config(copy.deepcopy(x)).eval() for x in (config, converted or config)
@@ -169,9 +169,8 @@ def render_info(record: Mapping[str, Any]) -> str:
     if cache:
         mhla, softmax = (f"{cache[name] / MIB:,.2f} MiB" for name in ("mhla", "softmax"))
         alone = f", {cache['mhla_alone'] / MIB:,.2f} MiB without softmax heads" if is_softmax else ""
-        lines.append(
-            f"cache:      {mhla} a sequence at {cache['tokens']:,} tokens, {softmax} with softmax alone{alone}"
-        )
+        at = f"{cache['tokens']:,} tokens"
+        lines.append(f"cache:      {mhla} a sequence at {at}, {softmax} with softmax alone{alone}")
     if is_softmax:
         return "\n".join([*lines, f"convert:    mhla-hf convert {record['model']} OUT --text FILE --keep 1/6"])
     if record["trained"]:

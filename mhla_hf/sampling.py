@@ -58,9 +58,8 @@ def use_mhla_in_steps(pipeline: Any, start: int = 0, end: int | None = None) -> 
     transformers = [x for x in transformers_of(pipeline) if hasattr(x, "use_base_attention")]
     scheduler: Any = getattr(pipeline, "scheduler", None)
     if not transformers or not hasattr(scheduler, "step"):
-        raise ValueError(
-            f"pipeline: got {type(pipeline).__name__}, expected one with a scheduler and a converted transformer."
-        )
+        expected = "one with a scheduler and a converted transformer"
+        raise ValueError(f"pipeline: got {type(pipeline).__name__}, expected {expected}.")
     switch = StepSwitch(scheduler, transformers, start, end)
     earlier = {name: vars(scheduler)[name] for name in COUNTED_METHODS if name in vars(scheduler)}
     try:

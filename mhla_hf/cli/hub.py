@@ -77,7 +77,7 @@ def run_card(
     elif shelve:
         print(card.shelve(folder, *os.path.split(shelve), over_seeds))
     elif hub_id is None:
-        raise ValueError("hub_id: got nothing, expected the Hub id that the model will have, such as --name me/model.")
+        raise ValueError("hub_id: got None, expected the Hub id that the model will have, such as me/model.")
     else:
         compared: dict[str, Any] = dict(pair.partition("=")[::2] for pair in compare)
         if incomplete := [label for label, path in compared.items() if not (label and path)]:

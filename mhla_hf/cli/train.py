@@ -13,7 +13,7 @@ from ..training.recipe import describe_recipes, read_recipe
 from . import values
 
 logger = logging.getLogger("mhla_hf")
-MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16"}  # dtype -> in the terms of Accelerate
+MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16"}  # --dtype -> Accelerate's mixed_precision
 DISTILL = """\
 example:
   mhla-hf distill out/smollm-mhla --teacher HuggingFaceTB/SmolLM2-135M --data notes.txt \\
@@ -138,7 +138,7 @@ def check_no_settings(names: list[str], student: str) -> None:
 def load_pipelines(
     student: str, teacher: str | None, recipe: Any, settings: list[str], seed: int, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load student and teacher, which share everything but their transformers; None for a teacher that no stage needs."""
+    """Load a student and, if a stage needs it, a teacher. They share all components but the transformers."""
     import torch
 
     from ..checkpoints.load import load_pipeline

@@ -1,4 +1,4 @@
-"""Parsing of values, checks of arguments before the slow imports, and options that several commands share."""
+"""Parse and check the arguments of commands before the slow imports; options that several commands share."""
 
 import argparse
 import contextlib
@@ -81,7 +81,7 @@ def load_libraries() -> None:
 
 @contextlib.contextmanager
 def resumable(find_saved: Callable[[], Path | None]) -> Iterator[None]:
-    """Have Ctrl-C say from what file or folder the same command resumes, if there is any."""
+    """On Ctrl-C, say from which file or folder the same command resumes, if there is one."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -91,7 +91,7 @@ def resumable(find_saved: Callable[[], Path | None]) -> Iterator[None]:
 
 
 def check_model(name: str, revision: str | None = None, weights: bool = True) -> None:
-    """Refuse what is no saved model or pipeline, here or on the Hub. Without `weights`, any folder passes."""
+    """Raise ValueError unless there is such a model, here or on the Hub. Without `weights`, any folder passes."""
     if os.path.isdir(name) and not weights:
         return
     if isinstance(resolve_model_name(name, pipeline=(Path(name) / PIPELINE_INDEX).is_file()), Path):
@@ -105,16 +105,16 @@ def check_model(name: str, revision: str | None = None, weights: bool = True) ->
         except Exception as error:  # the Hub's client raises many types of errors
             lines = [line for line in map(str.strip, str(error).splitlines()) if line and "Client Error" not in line]
             reason = (lines[0] if lines else type(error).__name__).removesuffix(".")
-    raise ValueError(f"model: got {name!r}, which is not a folder, expected a model that the Hub can give ({reason}).")
+    raise ValueError(f"model: got {name!r}, which is not a folder, expected a model on the Hub ({reason}).")
 
 
 def check_folder(folder: str, content: str) -> None:
     if not os.path.isdir(folder):
-        raise ValueError(f"folder: got {folder!r}, which is no folder, expected the folder of {content}.")
+        raise ValueError(f"folder: got {folder!r}, which is not a folder, expected the folder of {content}.")
 
 
 def check_data(data: str | None) -> None:
-    """Refuse what can only be a file and does not exist; possible Hub ids pass."""
+    """Raise FileNotFoundError for a missing file, unless the name may be a Hub id."""
     if data is None or os.path.exists(os.path.expanduser(data)):
         return
     is_id = HUB_ID.fullmatch(data.partition(":")[0]) and not data.startswith(".")

@@ -1,9 +1,9 @@
 """Compute features of images, and metrics from them: FID, sFID, IS, precision, recall, CLIP score.
 
-Inception is torch-fidelity's. The metrics are implemented here, in a few lines each, because torchmetrics' FID takes no
-moments, which are what ADM's reference files contain, it has no precision and recall (arXiv 1904.06991), and its CLIP score
-does not run with transformers 5; torch-fidelity's metrics need torchvision. Only with Inception's published weights is a
-Fréchet distance called "FID"; with another extractor it is a "Fréchet distance (<its name>)".
+Inception is torch-fidelity's. The metrics are implemented here, in a few lines each, because torch-fidelity's need
+torchvision, and torchmetrics has no precision and recall (arXiv 1904.06991), a FID that takes no moments, which ADM's
+reference files contain, and a CLIP score that does not run with transformers 5. A Fréchet distance is called "FID" only with
+Inception's published weights; with another extractor it is a "Fréchet distance (<its name>)".
 """
 
 import importlib
@@ -115,7 +115,7 @@ def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> s
 
 
 def hash_source(source: Any, progress: bool = False) -> str | None:
-    """Return a hash of a local file or folder, and a string of any other value but None."""
+    """Return a hash of a local file or folder; any other value as a string, except None."""
     path = Path(source or "")
     if source is None or not path.exists():
         return source and str(source)

@@ -115,7 +115,7 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class _Judge(PipelineJudge):
-    """Scores one pipeline. `content` is all that determines the scores except model, number of images, and seed."""
+    """Scores one pipeline. `content`, model, number of images, and seed determine the scores."""
 
     def __init__(self, subject: Subject, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]) -> None:
         super().__init__(subject, protocol, state)
@@ -137,7 +137,7 @@ class _Judge(PipelineJudge):
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
-        """Return features [N, ...] by name, in the order of the images (paths or an array); None on other processes.
+        """Return features by name, [N, ...] each, of images (paths or an array); None unless in the main process.
 
         They are cached in chunks, so that a stop loses one at most.
         """
@@ -167,9 +167,9 @@ class _Judge(PipelineJudge):
         return features
 
     def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:
-        """Return the reference's features [N, D] (None if its moments suffice), and its moments by name of features.
+        """Return the reference's features [N, D], if they are needed, and its moments by name of features.
 
-        The moments in an .npz file are of Inception's features; for another extractor they are computed from its images.
+        An .npz file has moments of Inception's features. For another extractor, they are computed from the file's images.
         """
         path = Path(self.protocol.reference)
         moments = {}
@@ -186,9 +186,7 @@ class _Judge(PipelineJudge):
                     return None, moments
                 images = file["arr_0"] if "arr_0" in file.files else ()
         if not len(images):
-            raise ValueError(
-                f"reference: got {str(path)!r}, expected it to contain images for {self.extractor.name!r}."
-            )
+            raise ValueError(f"reference: got {str(path)!r} without images, expected some for {self.extractor.name!r}.")
         cache = Path(self.protocol.samples) / f"reference-{hash_json(self.content)}"
         features = self._features(images, cache, "reference") or {}
         computed_moments = {name: Moments.of(features[name]) for name in MOMENTS if name in features}
@@ -215,7 +213,7 @@ class _Judge(PipelineJudge):
         started = time.perf_counter()
         plan, name, count = self._plan(), self.subject.name, self.count
         folder = self.folder / f"{self.protocol.name}-{count}"
-        # Read the reference before images are generated, so that an invalid one is reported early.
+        # Before images are generated, so that an invalid reference is reported early.
         reference: Any = self._reference(missing) if missing & REFERENCE_METRICS else (None, {})
         reference_features, reference_moments = reference
         identity = {"plan": hash_json(plan)}
@@ -286,9 +284,8 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
         items = [images.items[number] for number in chosen]
         images = LabeledImages(items, images.labels[chosen], images.name, names, images.identity)
     data = hash_files(images.items, folder, args.progress) if folder.is_dir() else images.identity
-    processor_settings = (
-        processor and processor.to_json_string()
-    )  # None if the model's own is used, which its fingerprint covers
+    # The fingerprint of a model covers its own processor.
+    processor_settings = processor and processor.to_json_string()
     task, count = protocol.name, len(images)
     task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
     for subject in subjects:

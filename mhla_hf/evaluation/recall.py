@@ -1,9 +1,10 @@
 """Generate texts of any length with facts in them, and questions about the facts, as tasks for lm-eval.
 
-Facts are codes ("The code of the anchor is 4821.") and lookups ("- method string"), lines between those of a text or of
-filler. Only attention to the line of a fact can answer a question about it. There are three tasks for each length:
+A fact is a line among those of a text or of filler: a code ("The code of the anchor is 4821.") or a lookup ("- method
+string"). Only attention to this line can answer a question about it. There are three tasks for each length:
 `codes_recall_<tokens>` ranks the codes in the text, `codes_generation_<tokens>` has the model write the code, and in
-`lookups_recall_<tokens>` the right value must be the likeliest token. In `acc_back_256`, the fact is about 256 tokens back.
+`lookups_recall_<tokens>` the right value must be the likeliest token. The metric `acc_back_256` is the accuracy for facts
+about 256 tokens before the question.
 """
 
 import itertools
@@ -31,7 +32,7 @@ OBJECTS = tuple(
 )
 # Kind of fact -> beginning and end of its line, around the answer.
 LINES = {"codes": ("The code of the {} is", ".\n"), "lookups": ("- {}", "\n")}
-# Words are the last NUM_WORDS of the first NUM_FREQUENT_WORDS of a vocabulary: familiar, yet rare in the text.
+# Lookups take the last NUM_WORDS of the first NUM_FREQUENT_WORDS words of a vocabulary: familiar, yet rare in the text.
 NUM_FREQUENT_WORDS, NUM_WORDS, MIN_WORDS = 400, 120, 8
 NUM_EXAMPLES = 3  # lookups that are repeated before a question, to show what is asked
 ANSWER_TOKENS = 32
@@ -78,7 +79,7 @@ TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 class Question(NamedTuple):
-    """A question about a fact, which goes on where the text ends."""
+    """A question about a fact, which follows the text."""
 
     kind: str  # "codes" or "lookups"
     end: int  # where the line of the fact ends in the text, in characters
@@ -88,7 +89,7 @@ class Question(NamedTuple):
 
 
 def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Choose (names, values) of lookups, disjoint: lowercase words that are one token with the space before them."""
+    """Choose disjoint names and values of lookups: lowercase words that are one token with the space before them."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     words = [token[1:] for token, _ in tokens if re.fullmatch("[Ġ▁][a-z]{3,}", token)]
     words = words[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
@@ -107,10 +108,10 @@ def make_text(
     tokenizer: Any, lines: Sequence[str], length: int, facts: Sequence[tuple[str, float]], rng: random.Random, *,
     examples: Mapping[str, int], reserve: int = 0,
 ) -> tuple[str, list[Question]]:  # fmt: skip
-    """Make a text of `lines` with facts, and a question about each: together at most `length` tokens less `reserve`.
+    """Make a text of `lines` with facts, and a question about each. Both have `length - reserve` tokens at most.
 
-    A fact is its kind, "codes" or "lookups", and its place in percent of the text, in ascending order. `examples` are, by
-    kind, how many other facts are repeated before a question.
+    `facts` are pairs of a kind ("codes" or "lookups") and a place in percent of the text, in ascending order. `examples`
+    says for each kind how many other facts are repeated before a question.
     """
 
     def count(text: str) -> int:
@@ -143,7 +144,7 @@ def make_text(
             ends.append(sum(map(len, pieces[: place + 1])))
         if count("".join(pieces)) <= room:
             break
-        filler.pop()  # tokens of a line can be more behind another line
+        filler.pop()  # a line can have more tokens after another line than alone
     return "".join(pieces), [Question(x[0], end, *x[1:]) for end, x in zip(ends, questions, strict=True)]
 
 

@@ -24,7 +24,7 @@ SPEED_METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (
 
 
 def finite(value: Any) -> float | None:
-    """Return `value` as a float if it is a finite number, else None, e.g. for the "N/A" or NaN of a harness."""
+    """Return `value` as a float if it is a finite number, else None, for example for lm-eval's "N/A"."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if number else None
 
@@ -61,7 +61,7 @@ class Result:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What is the same when a score is measured again."""
+        """The fields by which a new measurement replaces an old one."""
         return (self.task, self.metric, self.shots, self.limit, self.samples)
 
     @classmethod
@@ -84,7 +84,7 @@ class Results(list[Result]):
                 return cls(map(Result.from_dict, content["results"]))
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path}: got a file that cannot be read, expected a results file ({reason}).") from None
+            raise ValueError(f"{path}: got a damaged file, expected a results file ({reason}).") from None
         raise ValueError(f"{path}: got format_version {content['format_version']!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":
@@ -148,7 +148,7 @@ def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", sh
 
 
 def natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
-    """Compare numbers by value, so that acc_back_64 precedes acc_back_128."""
+    """Return a key that compares numbers by value, so that acc_back_64 precedes acc_back_128."""
     parts = re.split(r"(\d+)", " ".join(map(str, identity)))
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
 
@@ -246,9 +246,9 @@ def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
-    """Return times and cache sizes for a card, from the records of "softmax" and "mhla"; None if not timed together.
+    """Return times and cache sizes for a card, from the records of "softmax" and "mhla"; None unless timed together.
 
-    Its "rows" have "what", "length", "softmax_ms", "mhla_ms", and the same in "mib".
+    Each of the "rows" has "what" was measured, "length", and "softmax_ms" and "mhla_ms", or the same in "mib".
     """
     tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
     for attention, records in columns.items():

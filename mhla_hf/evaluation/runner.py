@@ -2,8 +2,7 @@
 
 A score recipe is a YAML file that says what is measured and how; those of the package are in `evaluation/recipes/`.
 The recipe's kind selects the implementation: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `speed.py`.
-Each returns `Result` records, measures only missing scores, and saves them after each task. It is imported, with
-the libraries it needs, only when it is used.
+It is imported only when it is used, measures only missing scores, and saves them after each task.
 """
 
 import dataclasses
@@ -78,12 +77,11 @@ def recipe_names() -> list[str]:
 def read_score_recipe(name: str | Path) -> ScoreRecipe:
     """Read one of the package's score recipes, or a YAML file."""
     content = read_yaml(find_yaml(name, FOLDER, "recipe"), "recipe")
-    prefix = f"recipe {str(name)!r}: "
     if isinstance(content, dict):
         content["name"] = str(name)
         if isinstance(content.get("tasks"), list):
             content["tasks"] = dict.fromkeys(content["tasks"])
-    return read_settings(ScoreRecipe, content, prefix)
+    return read_settings(ScoreRecipe, content, f"recipe {str(name)!r}: ")
 
 
 @checked
@@ -120,7 +118,7 @@ class EvaluationArgs:
             raise ValueError(f"batch_size: got {size!r}, expected {expected}.")
         for name in () if is_language else LANGUAGE_ONLY:
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}: got a value, expected None with the recipe {self.recipe.name!r}.")
+                raise ValueError(f"{name}: got a value with the recipe {self.recipe.name!r}, expected None.")
 
 
 def evaluate(
@@ -194,7 +192,7 @@ def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, A
             names = ", ".join(recipe_names())
             raise ValueError(f"tasks: got {tasks} without a recipe, expected names, or a recipe: {names}.")
         if settings:
-            raise ValueError(f"settings: got {settings!r} without a recipe, expected a recipe, too.")
+            raise ValueError(f"settings: got {settings!r} without a recipe, expected a recipe that has them.")
         return ScoreRecipe("language", dict.fromkeys(tasks))
     changed = read_score_recipe(recipe).with_settings(settings or {})
     if unknown := [name for name in tasks or () if name not in changed.tasks]:

@@ -1,6 +1,6 @@
-"""Time language models by context length, and count the bytes of their caches: recipes of kind "speed".
+"""Time language models by context length, and count the bytes of their caches, for recipes of kind "speed".
 
-The models of a call take turns, so that other load affects all of them alike, and the fastest round of each counts.
+The models of a call take turns, so that other load on the machine affects all alike. The fastest round of each counts.
 """
 
 import time
@@ -23,7 +23,7 @@ WARM_UP_TOKENS = 64
 
 @checked
 class SpeedProtocol:
-    """Settings of a recipe: context lengths in tokens, number of tokens to decode, and number of measurements."""
+    """Settings of a recipe of kind "speed": context lengths and decoded tokens, and how often each is measured."""
 
     lengths: list[int] | int
     decode_tokens: int = at_least(1, 64)
@@ -96,7 +96,7 @@ def time_once(model: Any, ids: torch.Tensor, decode_tokens: int) -> dict[tuple[s
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the size in bytes of all tensors in a cache object, at any depth; shared storage counts once."""
+    """Return the bytes of all tensors in a cache, at any depth. Storage that tensors share counts once."""
     sizes: dict[int, int] = {}  # address of a storage -> its bytes
     visited: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
     pending = [cache]

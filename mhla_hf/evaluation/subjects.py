@@ -1,8 +1,8 @@
 """Models to evaluate: folders, Hub ids and loaded objects, each checked, named and fingerprinted before it is loaded.
 
-For pipelines, this module also generates the images and videos that are scored. Batches are cut from the whole plan, not
-from the missing samples, and every sample has its seed, as has each batch (DDPM draws from the global generator). Therefore
-a run that was interrupted gives the same files as one that was not, on any number of processes.
+For pipelines, this module also generates the images and videos that are scored. Every sample has its seed, as has every
+batch (DDPM draws from the global generator), and batches are cut from the whole plan, not from the missing samples. So an
+interrupted run makes the same files as any other, on any number of processes.
 """
 
 import contextlib
@@ -54,19 +54,20 @@ class Subject:
 
     @functools.cached_property
     def kept(self) -> Results:
-        """The stored scores of these weights; `knows` decides whether a score can be reused."""
+        """The stored scores of these weights."""
         stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
         if stored and not self.args.force:
             logger.info("%s: the scores in %s are read, not run again", self.name, self.target)
         return stored
 
     def knows(self, task: str, metric: str, task_hash: str) -> bool:
+        """Return whether a stored score can be reused."""
         key = (task, metric, task_hash, self.args.limit, self.args.seed or 0, self.dtype)
         kept_keys = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
         return not self.args.force and key in kept_keys
 
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
-        """Add new records to the known scores and to the results file, from which those of other weights go."""
+        """Add records to the known scores and to the results file, which loses the scores of other weights."""
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             stored = Results.read(self.target).of(self.fingerprint)
@@ -75,7 +76,7 @@ class Subject:
             logger.info("%s: the scores of %s are stored in %s", self.name, tasks, self.target)
 
     def provenance(self, device: torch.device | str, task: str | None = None) -> dict[str, Any]:
-        """Return the fields of a `Result` about run, model, and limit."""
+        """Return the fields of a `Result` that say what was run, when, and on which weights."""
         return {
             **describe_run(self.args.command or format_command([self], task), device),
             "model": self.name if self.loaded else shorten_path(self.source),
@@ -98,7 +99,7 @@ class Subject:
 
 
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats an evaluation, or only `task` if the recipe has a task of that name."""
+    """Return the shell command that repeats an evaluation or, if the recipe has it, `task` alone."""
     args, recipe = subjects[0].args, subjects[0].args.recipe
     models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]
@@ -134,9 +135,7 @@ def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subjec
         last = [part[-1] for part in parts]
         names = ["/".join(part[-2:]) if last.count(part[-1]) > 1 else part[-1] for part in parts]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(
-                f"models: got {duplicates[0]!r} twice, expected each once, or a dict from names to models."
-            )
+            raise ValueError(f"models: got {duplicates[0]!r} twice, expected each once, or a dict of names and models.")
         models = dict(zip(names, model_list, strict=True))
     if not models:
         raise ValueError("models: got none, expected at least one folder, Hub id or model.")
@@ -156,9 +155,7 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
     dtype = args.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
-            raise ValueError(
-                f"models: got the pipeline {str(model)!r}, expected a recipe for images or videos with it."
-            )
+            raise ValueError(f"models: got the pipeline {str(model)!r}, expected a recipe for images or videos.")
         source = resolve_model_name(model, pipeline=pipeline)
         if isinstance(source, Path):
             fingerprint = fingerprint_folder(source)
@@ -190,7 +187,7 @@ def shorten_path(path: Any) -> str:
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[Any]:
-    """Yield Accelerate's `PartialState`; one made here for one process is reset, because forks would inherit it."""
+    """Yield Accelerate's `PartialState`. One made here for a single process is reset, because forks would inherit it."""
     from accelerate import PartialState
 
     fresh = not PartialState._shared_state

@@ -112,7 +112,7 @@ def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class Bench:
-    """vbench in another Python interpreter (a path or a command)."""
+    """vbench, installed for another Python interpreter, which is a path or a command."""
 
     def __init__(self, python: str | Path | None) -> None:
         executable = python and shutil.which(str(Path(python).absolute() if Path(python).is_file() else python))
@@ -131,7 +131,7 @@ class Bench:
             process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
         if process.returncode:
             message = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ValueError(f"settings: python: got {self.python!r}, expected one in which vbench runs ({message}).")
+            raise ValueError(f"settings: python: got {self.python!r}, expected one that can run vbench ({message}).")
         return process.stdout
 
 

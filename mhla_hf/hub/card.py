@@ -1,4 +1,4 @@
-"""Render and check model cards, of which every number is rendered from records, by `card.md.jinja`.
+"""Render model cards from records by `card.md.jinja`, and check that no number in them was changed by hand.
 
 In a model's folder, card.json is the author's part. In a folder of cards such as `model_cards`, NAME.yaml is the author's
 part, results/NAME.json has all measurements, and NAME.md is the card.
@@ -87,7 +87,7 @@ def check_card(folder: PathLike) -> None:
 
 def compare_card(path: Path, text: str) -> None:
     if not path.is_file() or path.read_bytes() != text.encode():
-        raise ValueError(f"{path}: got other text, expected what the files beside it render to; write the card again.")
+        raise ValueError(f"{path}: got other text than its files render to, expected the same; write the card again.")
 
 
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
@@ -97,7 +97,7 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
     for path in paths:
         results = Path(root, RESULTS, f"{path.stem}.json")
         if (measured := read_json(results)) is None:
-            raise ValueError(f"{results}: got no such file, expected what was measured of {path.stem!r}.")
+            raise ValueError(f"{results}: got no such file, expected the measurements of {path.stem!r}.")
         text = render_card(make_facts(measured, read_yaml(path.with_suffix(".yaml"), "card", Person)))
         if check:
             compare_card(path, text)
@@ -144,7 +144,7 @@ def render_card(facts: Facts) -> str:
         for section in facts_module.SECTIONS
     }
     template = Environment(undefined=StrictUndefined).from_string(TEMPLATE.read_text(encoding="utf-8"))
-    with wrap_errors("card: got files that lack what it shows, expected the records of mhla_hf"):
+    with wrap_errors("card: got records that lack what it shows, expected those that mhla_hf writes"):
         text = template.render(
             card_data=metadata.to_yaml(),
             facts=facts,
@@ -161,7 +161,7 @@ def render_card(facts: Facts) -> str:
 
 
 def _metadata_scores(facts: Facts) -> list[EvalResult]:
-    """Return the Hub's metadata of finite scores on whole tasks."""
+    """Return finite scores on whole tasks as metadata of the Hub."""
     return [
         EvalResult(
             task_type=facts.task or "other",
@@ -182,7 +182,7 @@ def round_digits(value: float | None) -> float | None:
 
 
 def _group_by_origin(columns: dict[str, list[Result]]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], list[str]]]:
-    """Return {(dtype, hardware, seed, versions): {(tasks, commit, days, command): labels of models}} without times."""
+    """Return {(dtype, hardware, seed, versions): {(tasks, commit, days, command): labels of models}} of all scores."""
     by_origin: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Result]]] = {}
     scores = [(label, record) for label, records in columns.items() for record in records if section_of(record)]
     for label, record in scores:

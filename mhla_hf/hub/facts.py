@@ -77,7 +77,7 @@ class Person:
         validate_repo_id(self.name)
         validate_repo_id(self.base_model or self.name)
         if self.base_model is not None and Path(self.base_model).exists():
-            raise ValueError(f"base_model: got {self.base_model!r}, which is a local path, expected a Hub id or None.")
+            raise ValueError(f"base_model: got the local path {self.base_model!r}, expected a Hub id or None.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _count_layers(config: dict[str, Any]) -> int | None:
 
 
 def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
-    """Collect what results/<name>.json holds of a saved and evaluated model; `compared` are records of others."""
+    """Return what results/<name>.json stores of a saved and evaluated model; `compared` are the records of others."""
     kind, class_name, config = read_model(folder)
     about = {"format_version": FORMAT_VERSION, "kind": kind, "class_name": class_name, "config": config}
     results, train = read_records(folder, weights), read_json(Path(folder, "train.json"))
@@ -207,7 +207,7 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
 
 
 def section_of(record: Result) -> str:
-    """Return the section of the card to which a record belongs, "" for speed."""
+    """Return the section of the card to which a score belongs, "" for speed, which has none."""
     if record.task == SPEED or "_back_" in record.metric:
         return "" if record.task == SPEED else "Recall by depth"
     name = re.sub(r"[^a-z0-9]+", "_", f"_{record.task.lower()}_")
@@ -224,7 +224,7 @@ def find_license(
     base_model: str | None, teacher: PathLike | None, license: str | None = None, license_name: str | None = None,
     license_link: str | None = None,
 ) -> dict[str, str | None]:  # fmt: skip
-    """Return the license in the base model's card (the teacher's README.md first) or, without one, that of the user."""
+    """Return the license that the teacher's README.md or the base model's card states, else `license`."""
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     own_card = Path(teacher, CARD_FILE) if teacher and Path(teacher, CARD_FILE).is_file() else None
     for card in [card for card in (own_card, base_model) if card]:
@@ -237,5 +237,5 @@ def find_license(
         raise ValueError(f"license: got {license!r}, expected {terms['license']!r} as stated by {card}.")
     if terms["license"] is None:
         start = f"license: got none, and no card of {base_model or teacher or 'a base'} states one"
-        raise ValueError(f"{start}, expected one of the Hub's, such as apache-2.0.")
+        raise ValueError(f"{start}, expected a license of the Hub, such as apache-2.0.")
     return terms

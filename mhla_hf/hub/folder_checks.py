@@ -51,8 +51,8 @@ def stage_folder(
 ) -> tuple[str, ...]:  # fmt: skip
     """Copy the files of the model from `folder` into the new `staging` (weights as links), and check the copy.
 
-    Return the paths of what is not part of the model. A card is written from `person` if there is none. `draft` accepts a
-    converted language model without scores for recall and generation.
+    If there is no card, one is written from `person`. `draft` accepts a converted language model without scores for recall
+    and generation. Return the paths of what is not part of the model.
     """
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
@@ -60,10 +60,10 @@ def stage_folder(
     files = list_saved_files(folder)
     for file in files:
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{file}: got a link or a folder, expected a regular file inside the model's folder.")
+            raise ValueError(f"{file}: got a folder or a link to elsewhere, expected a file in the model's folder.")
     if not any(file.suffix == ".safetensors" for file in files):
-        expected = "a model saved without variant"
-        raise ValueError(f"{folder}: got no .safetensors file with a usual name, expected {expected}.")
+        expected = "such as model.safetensors, without variant in its name"
+        raise ValueError(f"{folder}: got no .safetensors file of a model, expected one {expected}.")
     check_writable(staging, "folder", sum(file.stat().st_size for file in files if file.suffix != ".safetensors"))
     shared = {*files, *(parent for file in files for parent in file.parents)}
     entries = {entry for parent in {file.parent for file in files} for entry in parent.iterdir()}
@@ -94,8 +94,8 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
             text = source.read_text(encoding="utf-8")
             current = build_bundle(check_bundle(text)["entry"])
         if current != text:  # the hash in the header proves nothing, since anybody can compute a new one
-            expected = "its own; load the model and save it again"
-            raise ValueError(f"{source}: got source that this mhla_hf does not make, expected {expected}.")
+            got = "source of another version of mhla_hf, or changed source"
+            raise ValueError(f"{source}: got {got}, expected that of this one; load the model and save it again.")
     for file in (file for file in folder.rglob("*.json") if file.name in CONFIG_FILES):
         _check_code_names(file)
     for path, content in read_sentence_files(folder).items():
@@ -115,17 +115,13 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
     _check_texts(folder)
     needs_scores = kind == "language" and config["model_type"] != "mhla" and not draft
     if needs_scores and (missing := list_unmeasured(Results.read(folder) if is_measured else [])):
-        expected = (
-            "both in the card of a converted language model: evaluate it with the recipe recall and write the card"
-        )
-        raise ValueError(
-            f"{folder}: got no result for {' and '.join(missing)}, expected {expected} again, or set draft."
-        )
+        expected = "it in the card: evaluate with the recipe recall and write the card again, or set draft"
+        raise ValueError(f"{folder}: got no result for {' and '.join(missing)}, expected {expected}.")
     check_isolated_load(folder, kind, dtype if kind == "pipeline" else "auto")
 
 
 def _check_texts(folder: Path) -> None:
-    """Refuse a Hub token or a path on the author's machine in a card, record or configuration."""
+    """Refuse a Hub token, or a path of the author's machine, in a card, record or configuration."""
     names = (*RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
     files = [file for file in folder.rglob("*") if file.name in names]
     for file in [*files, folder / CARD_FILE]:  # the card last, because it repeats what the other files say
@@ -163,11 +159,13 @@ def _check_code_names(file: Path) -> None:
             raise ValueError(f"{file}: got {reference!r} for {auto_class}, expected a class of the model's own source.")
     for key in CODE_KEYS:
         if content.get(key) and content[key] is not auto_map:
-            raise ValueError(f"{file}: got {key} {content[key]!r:.80}, expected no code but the model's own.")
+            raise ValueError(
+                f"{file}: got {key} {content[key]!r:.80}, which names code, expected only the model's own."
+            )
 
 
 def check_weights(folder: Path) -> str:
-    """Refuse weights that are incomplete or not finite, or a shard outside; return the dtype of most parameters."""
+    """Refuse weights that are incomplete, not finite, or outside the folder; return the dtype of most parameters."""
     counts: Counter[str] = Counter()
     for index in folder.rglob("*.safetensors.index.json"):
         check_shards(index)
@@ -186,9 +184,9 @@ def check_weights(folder: Path) -> str:
 
 
 def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
-    """Refuse a card without a license or, if mhla_hf rendered it from scores, an outdated one or that of another id."""
+    """Refuse a card that has no license or, if it was rendered from scores, is outdated or of another Hub id."""
     if not file.exists():
-        raise ValueError(f"{file}: got no card, expected one, or license or base_model, with which push writes it.")
+        raise ValueError(f"{file}: got no card, expected one, or license or base_model for push to write it.")
     with wrap_errors(f"{file}: got metadata that cannot be read, expected YAML front matter"):
         license = ModelCard(file.read_text(encoding="utf-8")).data.get("license")
     if not isinstance(license, str):
@@ -197,6 +195,4 @@ def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
         check_card(file.parent)
         name = (read_json(file.parent / PERSON_FILE) or {})["name"]
         if repo_id is not None and "/" in name and name != repo_id:
-            raise ValueError(
-                f"{file}: got the card of {name!r}, expected that of {repo_id!r}; write it with that name."
-            )
+            raise ValueError(f"{file}: got the card of {name!r}, expected one written with the name {repo_id!r}.")

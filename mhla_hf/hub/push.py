@@ -82,13 +82,11 @@ def push(
     tags = [tags] if isinstance(tags, str) else list(tags)
     validate_repo_id(repo_id)
     if "/" not in repo_id:
-        raise ValueError(f"repo_id: got {repo_id!r}, expected it with a user or organization, such as user/{repo_id}.")
+        raise ValueError(f"repo_id: got {repo_id!r}, expected a user or organization before it: user/{repo_id}.")
     if invalid := [tag for tag in tags if not re.fullmatch(r"(?![0-9a-f]{40}$)\w[\w.+-]*", tag)]:
         raise ValueError(f"tags: got {invalid[0]!r}, expected a name such as v1.")
     if create_pr and (tags or private or revision):
-        raise ValueError(
-            "create_pr: got True with tags, private or revision, expected none of them; it is made to main."
-        )
+        raise ValueError("create_pr: got True with tags, private or revision, expected none of them.")
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(temporary_folder(tempfile.gettempdir(), "mhla_hf-push-"))
         folder = _save_to_folder(what, tokenizer, temporary / "saved")
@@ -157,7 +155,7 @@ def send(
 
 
 def find_stale(old_paths: Iterable[str], new_paths: Collection[str]) -> list[str]:
-    """List files of an older model that the new one does not replace, and that could be loaded in its place."""
+    """Return the files of an older model that the new one does not replace, and that might be loaded with it."""
     folders = {PurePosixPath(path).parent for path in new_paths}
     others = [PurePosixPath(path) for path in old_paths if path not in new_paths]
     return sorted(str(path) for path in others if path.parent in folders and is_model_file(path.name))
@@ -186,10 +184,10 @@ def list_files(folder: PathLike) -> list[Path]:
 def _describe_author(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> Person:
     """Return the author's part of a first card."""
     if (folder / CARD_FILE).is_file():
-        raise ValueError(f"license: got it or base_model for {str(folder)!r}, which has a card, expected neither.")
+        argument = "base_model" if license is None else "license"
+        raise ValueError(f"{argument}: got a value, expected None, as {str(folder)!r} has a card.")
     if dry_run and license is None:
-        start = "license: got none in a dry run, which does not ask the Hub"
-        raise ValueError(f"{start} for that of {base_model!r}, expected it.")
+        raise ValueError("license: got None, expected one, as a dry run reads no card on the Hub.")
     terms = find_license(None if dry_run else base_model, None, license)
     return Person(repo_id, base_model, **terms)  # type: ignore[arg-type]
 

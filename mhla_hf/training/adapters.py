@@ -44,7 +44,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def import_peft(model: Any = None) -> Any:
-    """Return the `peft` module. Register the classes and default LoRA targets of a converted model, if there is one."""
+    """Return the `peft` module. PEFT gets to know the class and default LoRA targets of `model`, if it is converted."""
     with require_extra("an adapter", "peft", "peft"):
         import peft
     family = family_of(model) if model is not None else None
@@ -76,12 +76,12 @@ def save_adapter(
         model: A converted language model, whose MHLA modules are saved, or a `PeftModel` of one with all its adapters.
         folder: Where to write a PEFT adapter and mhla.json. An adapter that is there is replaced, other files are kept. Of
             several adapters, all but "default" go to subfolders of their names, as in PEFT.
-        base: The softmax original of a converted model that was distilled, or into which LoRA was merged. What this changed
-            in its linear layers is then saved as LoRA; without `base`, it is not saved, and merged LoRA is an error.
-        rank: Rank of this LoRA. It keeps the largest singular values of each change; the log says how much that is.
+        base: The softmax original of a converted model that was distilled, or into which LoRA was merged. The changes of
+            its linear layers are then saved as LoRA. Without `base` they are not saved, and merged LoRA is an error.
+        rank: Rank of this LoRA, which keeps the largest singular values of each change; the log says what share that is.
 
     Raises:
-        TypeError: The model is neither.
+        TypeError: `model` is neither a converted model nor a `PeftModel` of one.
         ValueError: `folder` holds other files or cannot be written, `base` does not fit, LoRA was merged without `base`, or
             `load_adapter` would refuse the adapter.
     """
@@ -92,7 +92,7 @@ def save_adapter(
     if getattr(config, "mhla", None) is None or (not is_peft_model and hasattr(model, "peft_config")):
         raise TypeError(f"model: got {type(model).__name__}, expected a converted model or a PeftModel of one.")
     if is_peft_model and base is not None:
-        raise ValueError(f"base: got {type(base).__name__} with a PeftModel, whose LoRA is saved, expected None.")
+        raise ValueError(f"base: got {type(base).__name__} with a PeftModel, expected None; its own LoRA is saved.")
     if not is_whole(rank, 1):
         raise ValueError(f"rank: got {rank!r}, expected a whole number of at least 1.")
     path = Path(folder).resolve()
@@ -133,7 +133,7 @@ def save_adapter(
 
 
 def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the configuration and weights of an adapter for a model that is no `PeftModel`; see `save_adapter`."""
+    """Return the configuration and weights of an adapter for a converted model that is no `PeftModel`."""
     factors: dict[str, Any] = {} if base is None else factorize_changes(model, base, rank)
     name = (model if base is None else base).config.name_or_path or None
     options = {"target_modules": list(factors) or NO_LORA, "modules_to_save": ["mhla"], "base_model_name_or_path": name}
@@ -145,7 +145,7 @@ def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, t
 
 
 def _first_rows(model: Any) -> dict[str, torch.Tensor]:
-    """Copy the first row of each linear layer's weight, if it is in memory and no `PeftModel` has merged LoRA into it."""
+    """Copy the first row of each linear layer's weight, but of none that is on the meta device or has merged LoRA."""
     modules = ((name, module) for name, module in model.named_modules() if not getattr(module, "merged", False))
     layers = ((name, getattr(module, "base_layer", module)) for name, module in modules)
     weights = {name: x.weight for name, x in layers if isinstance(x, torch.nn.Linear)}
@@ -153,7 +153,7 @@ def _first_rows(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _remember_base(model: Any, lora: Any) -> None:
-    """Note the first rows of a model before LoRA is merged into it, and the rank of all its LoRA."""
+    """Store in a model the first rows of its weights, which show later whether LoRA was merged, and the rank of its LoRA."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     rank, rows = getattr(base, "rows_before_lora", (0, None))
     ranks = [getattr(lora, "r", 0), *(getattr(lora, "rank_pattern", None) or {}).values()]
@@ -161,32 +161,31 @@ def _remember_base(model: Any, lora: Any) -> None:
 
 
 def _check_not_merged(model: Any) -> None:
-    noted: Any = getattr(model, "rows_before_lora", (0, {}))
-    rank, rows = noted
+    rank, rows = cast(tuple[int, dict[str, torch.Tensor]], getattr(model, "rows_before_lora", (0, {})))
     for name, row in _first_rows(model).items():
         if name in rows and not torch.equal(rows[name].to(row), row):
-            expected = f"the result of merge_and_unload() with base=, its softmax original, and rank={rank}"
+            expected = f"what merge_and_unload() returns, with base=ORIGINAL and rank={rank}"
             raise ValueError(f"model: got LoRA merged into {name!r}, which would be lost, expected {expected}.")
 
 
 @torch.no_grad()
 def factorize_changes(model: Any, base: Any, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return LoRA's factors, [rank, in] and [out, rank], of what changed in each linear layer since the original `base`."""
+    """Return LoRA's factors, [rank, in] and [out, rank], of the change of each linear layer from the original `base`."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     whole = kept = 0.0  # squared norms of the changes and of their approximations
     for name, original in base.named_parameters():
         weight = parameters.get(name)
         if weight is None or weight.shape != original.shape:
-            start = f"base: got {type(base).__name__} whose {name!r} does not fit"
-            raise ValueError(f"{start}, expected the model's original.")
+            got = f"{type(base).__name__}, whose {name!r} does not fit the model"
+            raise ValueError(f"base: got {got}, expected its softmax original.")
         change = weight.float() - original.to(weight).float()
         if not change.any():
             continue
         module_name, _, kind = name.rpartition(".")
         if kind != "weight" or not isinstance(modules[module_name], torch.nn.Linear):
-            expected = "changed weights of linear layers alone"
-            raise ValueError(f"base: got a model with another {name!r}, expected {expected}.")
+            got = f"a model whose {name!r} differs"
+            raise ValueError(f"base: got {got}, expected one from which only weights of linear layers differ.")
         left, values, right = torch.linalg.svd(change, full_matrices=False)
         left, values, right = left[:, :rank], values[:rank], right[:rank]
         pad = rank - len(values)  # of a layer with fewer features than the rank
@@ -277,7 +276,7 @@ def load_adapter(
 def _check_weights(
     base: Any, settings: MHLASettings, lora: Any, weights: dict[str, torch.Tensor], adapter_name: str, start: str
 ) -> None:
-    """Raise ValueError unless an adapter has the tensors that PEFT saves with these settings, and all are finite."""
+    """Raise ValueError unless an adapter has exactly the tensors that PEFT saves for it, and all are finite."""
     peft, lora = import_peft(), copy.deepcopy(lora)
     lora.base_model_name_or_path = None  # PEFT would warn that the copy has another name
     with wrap_errors(f"{start}, expected an adapter that fits {type(base).__name__}"), torch.device("meta"):

@@ -1,7 +1,4 @@
-"""Building blocks of diffusion: a transformer's prediction, the scheduler's noise process, and sampling.
-
-The noise process is read from the pipeline's scheduler, so that training and sampling agree.
-"""
+"""Predictions of a diffusion transformer, and the noise process and sampling of the pipeline's scheduler."""
 
 import copy
 import inspect
@@ -13,7 +10,7 @@ import torch
 
 from ..conversion.model_family import keep_new_images
 
-PIXELS_PER_LATENT = 8  # for PixArt, which is conditioned on the size of the image in pixels
+PIXELS_PER_LATENT = 8  # of PixArt's VAE
 
 Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, [B, ...] each
 
@@ -33,7 +30,7 @@ def make_arguments(
         arguments["encoder_hidden_states_image"] = images.flatten(0, 1)
     if scale := transformer.config.get("timestep_scale"):
         times = times * scale
-    if getattr(transformer, "use_additional_conditions", False):  # PixArt's size of the image
+    if getattr(transformer, "use_additional_conditions", False):  # PixArt reads the size of the image in pixels
         height, width = (side * PIXELS_PER_LATENT for side in noisy.shape[-2:])
         ones = torch.ones(len(noisy), 1, device=noisy.device, dtype=transformer.dtype)
         arguments["added_cond_kwargs"] = {
@@ -63,7 +60,7 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
 
 
 class NoiseProcess:
-    """The noise process of a scheduler: flow matching or DDPM. Times are drawn from the range `times`, without its end."""
+    """The noise process of a scheduler, flow matching or DDPM. Times are drawn from `times[0] <= time < times[1]`."""
 
     def __init__(self, scheduler: Any, times: tuple[float, float] = (0.0, math.inf)) -> None:
         config = scheduler.config
@@ -71,7 +68,6 @@ class NoiseProcess:
         self.num_times: int = config.num_train_timesteps
         self.shift = 1.0
         self.prediction: str = config.get("prediction_type", "epsilon")
-        # A scheduler made for flow matching, or one that was configured for it.
         if hasattr(scheduler, "scale_noise") or config.get("use_flow_sigmas"):
             self.prediction = "flow_prediction"
         if self.is_flow:
@@ -87,7 +83,7 @@ class NoiseProcess:
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
-        """Draw a time on the scheduler's scale. In flow matching, `shift` (None: the scheduler's) moves it toward noise."""
+        """Draw a time on the scheduler's scale. Flow matching shifts it toward noise by `shift` (None: the scheduler's)."""
         shift = self.shift if shift is None else shift
         is_normal = distribution == "logit-normal"
         draw = torch.randn if is_normal else torch.rand

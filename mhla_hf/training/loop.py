@@ -123,18 +123,18 @@ def _resolve(
 ) -> tuple[tuple[CommonStage, ...], Any, Options]:
     """Return the checked stages, data and options. Arguments override the recipe, which overrides the defaults."""
     if (stages is None) == (recipe is None):
-        passed = "None and no recipe" if recipe is None else "stages and a recipe"
-        raise ValueError(f"stages: got {passed}, expected one of the two.")
+        passed = "neither stages nor" if recipe is None else "stages and"
+        raise ValueError(f"stages: got {passed} a recipe, expected one of the two.")
     run: dict[str, Any] = {}
     if recipe is not None:
         recipe = read_recipe(recipe)
         if recipe.task != task.name:
-            raise ValueError(f"recipe: got one for {recipe.task}, expected one for {task.name}, the student's task.")
+            raise ValueError(f"recipe: got one for {recipe.task}, expected one for {task.name}, as the student needs.")
         stages, run = recipe.stages, recipe.run
         data = recipe.data if data is None else data
     checked_stages = make_stages(stages, STAGE_TYPES[task.name])
     if data is None and not task.trains_without_data:
-        raise ValueError("data: got None, here and in the recipe, expected a file, a folder or a dataset.")
+        raise ValueError("data: got None, and none in the recipe, expected a file, a folder or a dataset.")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise ValueError(f"seed: got {seed!r}, expected a whole number from 0 to 4294967295.")
     passed_arguments = {key: value for key, value in run_arguments.items() if value is not None}
@@ -145,12 +145,12 @@ def _train(
     task: Task, folder: RunFolder, stages: Sequence[CommonStage], data: Any, options: Options, seed: int, progress: bool,
     command: str | None,
 ) -> Any:  # fmt: skip
-    """Create an `Accelerator`, open the data, train, and reset Accelerate's global state if it did not exist before."""
+    """Create an `Accelerator`, open the data, and train. Reset Accelerate's global state, if it was made here."""
     with require_extra("distill", "accelerate", "train"):
         import accelerate
     trackers = [str(tracker.value) for tracker in accelerate.tracking.get_available_trackers()]
     if options.tracker and options.tracker not in trackers:
-        raise ValueError(f"tracker: got {options.tracker!r}, expected one that is installed, such as {trackers}.")
+        raise ValueError(f"tracker: got {options.tracker!r}, expected one of {trackers}, which are installed.")
     is_first_accelerator = not accelerate.state.PartialState._shared_state
     ddp = accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = make_accelerator(
@@ -166,11 +166,8 @@ def _train(
                 expected = f"a multiple of {processes} processes times grad_accum {stage.grad_accum}"
                 raise ValueError(f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected {expected}.")
         if options.preview_every and accelerator.is_fsdp2:
-            got = f"{options.preview_every} with FSDP, which shards the model"
-            raise ValueError(f"preview_every: got {got}, expected 0.")
+            raise ValueError(f"preview_every: got {options.preview_every}, expected 0 with FSDP.")
         source = task.open(data, stages)
-        if options.preview_every:
-            task.check_previews(source)
         return Run(accelerator, task, source, stages, options, seed, folder, progress, command).execute()
     finally:
         accelerator.free_memory()

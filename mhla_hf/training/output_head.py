@@ -35,7 +35,7 @@ class OutputHead(NamedTuple):
 
 @torch.no_grad()
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
-    """Return a model's output head, or why it cannot be separated, as found by running `ids` [B, L] with fixed logits."""
+    """Return a model's output head, or the reason why it cannot be separated. `ids` [B, L] are run with known logits."""
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
         return f"its output head is a {type(layer).__name__}, not a torch.nn.Linear"
@@ -90,7 +90,7 @@ class SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: ChunkLoss, token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """`hidden` are inputs of the head, or logits. `weight` and `bias` are arguments so that autograd tracks them."""
+        """`hidden` are inputs of the head or, without one, logits. `weight` and `bias` are arguments for autograd."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         tensors: Any = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)

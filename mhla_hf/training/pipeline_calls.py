@@ -1,9 +1,9 @@
-"""Calls of diffusers pipelines during training, which sample the student's previews and the teacher's trajectories.
+"""Sample with diffusers pipelines during training: previews of the student, and trajectories of the teacher.
 
-Recorded is what the teacher's pipeline calls its transformer with while it samples. Everything that a pipeline takes can
-thus condition the training (images, videos, masks), and what it makes of its arguments (packed tokens, positions, pooled
-texts) need not be known here. Every trajectory has its own random generator, seeded with (seed, stage, number), so it does
-not depend on the process that samples it, nor on where a run was interrupted.
+While the teacher's pipeline samples, the arguments of its transformer are recorded, and the student is trained on them. So
+any argument of a pipeline can be training data (images, videos, masks), and what the pipeline makes of it (packed tokens,
+positions, pooled texts) need not be known here. Every trajectory has its own random generator, seeded with (seed, stage,
+number), so it depends neither on the process that samples it nor on where a run was interrupted.
 """
 
 import contextlib
@@ -30,8 +30,7 @@ from .trainable import HALF_DTYPES
 
 Call = dict[str, Any]  # arguments of a transformer for one sample
 SHARED_ARGUMENTS = ("padding_mask",)  # of transformers: tensors [1, ...] for all samples
-# Names of the number of frames among the arguments of pipelines.
-FRAME_ARGUMENTS = ("num_frames", "frames", "video_length")
+FRAME_ARGUMENTS = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
 MILLISECONDS_PER_FRAME = 100
 
 
@@ -53,7 +52,7 @@ class PipelineArguments:
         named = [value for value in parameters.values() if value.kind is not value.VAR_KEYWORD][1:]
         required = [value.name for value in named if value.default is value.empty]
         if missing := [name for name in required if name not in columns]:
-            raise ValueError(f"data: got {self.name} without {missing[0]!r}, expected it, which {caller} requires.")
+            raise ValueError(f"data: got {self.name} without {missing[0]!r}, expected all that {caller} requires.")
         takes_frames = not {*FRAME_ARGUMENTS, "video"}.isdisjoint(parameters)
         for stage in stages:
             if len(stage.size or ()) == 3 and not takes_frames:
@@ -103,7 +102,7 @@ def _identify(value: Any) -> Any:
 
 
 class CallReader(TrajectoryReader):
-    """Reads calls that the teacher's pipeline makes: `sample_calls(row, seed)`. `constants` are those of the whole batch."""
+    """Reads the calls of `sample_calls(row, seed)` for the rows of the data. `constants` are those of the last batch."""
 
     def __init__(
         self, sample_calls: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, key: Key,
@@ -118,7 +117,7 @@ class CallReader(TrajectoryReader):
         return tensors
 
     def sample(self, numbers: Sequence[int]) -> list[list[Call]]:
-        """Return calls in random order. At a position, all rows of a batch have calls of one kind."""
+        """Return calls in random order, but of the same kind in all rows of a batch, so that they can be collated."""
         trajectories = []
         for number in numbers:
             row = self.source.rows[self.shuffled(number, len(self.source.rows))]
@@ -132,7 +131,7 @@ class CallReader(TrajectoryReader):
 
 
 def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
-    """Make a batch of calls: its tensors, [R, ...] each, and the arguments that all calls have in common."""
+    """Make a batch of calls: its tensors, [R, ...] each, and its constants, the other arguments, which are not split."""
     tensors: Batch = {}
     constants: Call = {}
     for name, value in calls[0].items():
@@ -161,12 +160,12 @@ def _same_kind(one: Call, other: Call) -> bool:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Return whether a value is a dict of tensors of a sample; those for all samples are a `Constant`."""
+    """Return whether a value is a dict of one sample's tensors. A dict of tensors without samples is a `Constant`."""
     return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
 
 
 def _same_form(one: Any, other: Any) -> bool:
-    """Return whether an argument of two calls has the same shape or, if it is no tensor of a sample, the same value."""
+    """Return whether an argument of two calls has one shape or, if it is no tensor of a sample, one value."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -187,10 +186,10 @@ def _has_rows(value: Any, count: int) -> bool:
 
 @contextlib.contextmanager
 def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
-    """Yield a list, to which the calls of `transformer` are appended, one for each sample."""
+    """Yield a list, to which each call of `transformer` is appended, split into samples."""
     parameters = inspect.signature(transformer.forward).parameters
     calls: list[Call] = []
-    # (tensor, copy) by the tensor's id. The tensor is kept so that its id is not used again.
+    # id of a tensor -> (tensor, copy). The tensor is kept, so that no other gets its id.
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def record(_module: Any, args: Any, kwargs: Any) -> None:
@@ -226,7 +225,7 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
 def sample_calls(
     pipeline: Any, component: str, transformer: Any, stage: DiffusionStage, arguments: Mapping[str, Any], seed: int
 ) -> list[Call]:
-    """Sample with a pipeline, with `transformer` as its component; return its calls, one for each sample, on the CPU."""
+    """Sample with a pipeline, whose component is `transformer`, and return the calls of each sample, on the CPU."""
     device = next(transformer.parameters()).device
     options = make_options(pipeline, device, arguments, stage, seed)
     with (
@@ -277,7 +276,7 @@ def save_preview(frames: Sequence[Image], folder: Path, step: int, trackers: Seq
 def make_options(
     pipeline: Any, device: torch.device, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> dict[str, Any]:
-    """Return the arguments of a pipeline for a row of the data, which overrides what the stage says."""
+    """Return the arguments of a pipeline: those of the stage, overridden by a row of the data."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
     options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
     options["use_resolution_binning"] = False  # which would sample at another size
@@ -301,9 +300,9 @@ class LastCall(Exception):
 
 @contextlib.contextmanager
 def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = False) -> Iterator[None]:
-    """Keep only the transformer in use on the device, if the pipeline has two (Wan 2.2), and none of them is sharded.
+    """If a pipeline has two transformers (Wan 2.2), keep on the device the one in use, and the other if it is sharded.
 
-    `component` is in use before and after. With `stops`, the pipeline ends where it would call the second one.
+    At the end, `component` is there. With `stops`, the pipeline ends before it calls the second one.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:

@@ -35,7 +35,7 @@ Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the devi
 
 
 class Interrupt:
-    """Defers Ctrl-C in the main thread: the first sets `requested`, or is raised at the end; the second stops at once."""
+    """Defers Ctrl-C: the first sets `requested`, and is raised when the block ends; the second is raised at once."""
 
     requested = False
 
@@ -57,7 +57,7 @@ class Interrupt:
 
 @dataclasses.dataclass
 class Run:
-    """One training run of `distill`. `progress` is the state of the loop; its "sums" of "since" steps are not logged yet."""
+    """One training run of `distill`. Of `progress`, which is saved, "sums" are over the "since" steps after the last log."""
 
     accelerator: Any
     task: Task
@@ -79,11 +79,12 @@ class Run:
         task.show_bars = self.show_bars = self.reports and (sys.stderr.isatty() or "ipykernel" in sys.modules)
         task.has_weights = self.is_main or not self.accelerator.is_fsdp2
         self.total_steps = sum(stage.steps for stage in self.stages)
+        self.preview = task.previewer(self.source) if self.options.preview_every else None
         counts = dict.fromkeys(("stage", "step", "total", task.unit, "resumed", "since"), 0)
         self.progress: dict[str, Any] = {**counts, "seconds": 0.0, "reader": None, "sums": {}, "history": []}
 
     def execute(self) -> Any:
-        """Train the student in place and save it; resume an interrupted run, load a finished one. All call this."""
+        """Train the student in place and save it, or resume the run, or load its result. All processes call this."""
         from accelerate.utils import broadcast_object_list
 
         dtypes = trainable.get_dtypes(self.student)
@@ -163,7 +164,7 @@ class Run:
                 self.task.set_gradient_checkpointing(False)
 
     def _train_stage(self, number: int, latest: Path | None) -> None:
-        """Train one stage, from the saved state `latest` if not None, and save states; stop after one if interrupted."""
+        """Train one stage, from its beginning or the saved state `latest`. After Ctrl-C, save a state and stop."""
         stage, accelerator, progress = self.stages[number], self.accelerator, self.progress
         accelerator.free_memory()
         groups = trainable.make_parameter_groups(self.task.student, stage)
@@ -213,9 +214,9 @@ class Run:
                     sums.clear()
                 if is_last or stop or progress["step"] % self.options.save_every == 0:
                     self._save_state(reader, sums, grad_norm, stage)
-                if self.options.preview_every and progress["total"] % self.options.preview_every == 0 and self.is_main:
+                if self.preview and progress["total"] % self.options.preview_every == 0 and self.is_main:
                     with torch.random.fork_rng(), accelerator.autocast():
-                        frames = self.task.preview(self.source, stage, self.seed)
+                        frames = self.preview(stage, self.seed)
                     save_preview(frames, self.folder.state / "previews", progress["total"], accelerator.trackers)
                 if stop and progress["total"] < self.total_steps:
                     step = f"step {progress['total']} of {self.total_steps}, saved in {self.folder.state}"
@@ -230,7 +231,7 @@ class Run:
             reader.close()
 
     def _restore(self, latest: Path) -> None:
-        """Load a saved state. A process without saved random generators, as there are more processes now, keeps its own."""
+        """Load a saved state. Processes that the run did not have then keep their own random state."""
         from accelerate.utils import load
 
         try:
@@ -239,7 +240,7 @@ class Run:
             if self.progress.get("processes", processes) == processes:
                 random_states = load(latest / f"random_states_{rank}.pkl")  # load_state ignores what it cannot load
                 if not torch.equal(random_states["torch_manual_seed"], torch.get_rng_state()):
-                    raise ValueError("its random states do not fit these versions")
+                    raise ValueError("its random states are from other versions of the libraries")
             if self.average:
                 load_average(self.accelerator, self.average, latest)
         except Exception as error:  # a damaged file can raise anything
@@ -285,7 +286,10 @@ class Run:
         self._report(f"about {left} left for all {self.total_steps:,} steps{hint}")
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
-        """Add scores and the means of `sums` to the history. Return whether any process was interrupted. All call this."""
+        """Add scores and the means of `sums` to the history. Return whether any process was interrupted.
+
+        All processes call this.
+        """
         progress, unit = self.progress, self.task.unit
         interrupted = torch.tensor(float(self.interrupt.requested), device=self.accelerator.device)
         means = self.accelerator.reduce(torch.stack([*sums.values(), interrupted]), reduction="mean").tolist()
@@ -320,12 +324,12 @@ class Run:
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
         norm = 0.0 if grad_norm is None else float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            numbers = f"loss {loss} and gradient norm {norm} are not finite"
-            place = f"in stage {stage.name!r} by step {self.progress['step']}"
-            raise ValueError(f"lr: got {stage.lr}, with which {numbers} {place}, expected a smaller lr.")
+            numbers = f"the loss is {loss} and the gradient norm {norm}"
+            place = f"at step {self.progress['step']} of stage {stage.name!r}"
+            raise ValueError(f"lr: got {stage.lr}, with which {numbers} {place}, expected a smaller one.")
 
     def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
-        """Save a state from which the run can resume, unless a loss is not finite. All processes must call this."""
+        """Save a state to resume from; raise ValueError if loss or gradient are not finite. All processes call this."""
         from accelerate.utils import broadcast_object_list
 
         progress, accelerator = self.progress, self.accelerator
@@ -376,7 +380,7 @@ class Run:
         return merge_records(earlier, record, unit) if earlier is not None else record
 
     def _describe_identity(self) -> dict[str, Any]:
-        """Return everything that determines the trained weights, in the order in which an error names what differs."""
+        """Return everything that determines the trained weights. An error names the first entry that differs."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
         student = identify(self.student, is_student=True)
         if self.task.earlier_student is not None:

@@ -2,8 +2,8 @@
 
 During a run, its state is in `<out>.state/`, next to the output folder: states `step-N/`, `runs/` and `previews/`, files
 that are being written (`unfinished/`), a lock, and a marker without which no folder is written to or cleared. In each
-state, `run.json` identifies the run and holds a checksum of every file. A different run cannot resume from it; the error
-names what differs. `<out>` is created by one rename when everything in it is complete.
+state, `run.json` identifies the run and has a checksum of every file. Another run cannot resume from it: an error names
+what differs. `<out>` is created by one rename when everything in it is complete.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ VOLATILE_ENTRIES = {
     "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map",
     "_class_name", "_diffusers_version", "_use_default_values",
 }  # fmt: skip
-# Student -> {folder: its hash when the run into this folder began}: in a notebook, the call that resumes a run passes the
-# same object, whose weights the run has already changed.
+# Student -> {output folder: hash of the student when that run began}. In a notebook, a run is resumed with the same object,
+# whose weights the run has changed, so they cannot be hashed again.
 INITIAL_HASHES: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +67,6 @@ class RunFolder:
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
         """Return "finished", the newest state to resume from, or None. Refuse the folder of another run."""
-
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
         self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
@@ -83,20 +82,20 @@ class RunFolder:
         if earlier is None:
             self.identity = current
         elif changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
-            begun = f"begun with another {IDENTITY_NAMES.get(changed[0], changed[0])}"
-            raise ValueError(f"out: got {str(self.out)!r}, {begun}, expected the same, or another folder.")
+            begun = f"where a run began with another {IDENTITY_NAMES.get(changed[0], changed[0])}"
+            raise ValueError(f"out: got {str(self.out)!r}, {begun}, expected the same one or another folder.")
         initial_hashes[self.out] = self.identity["student"]
         return latest
 
     def check_free(self) -> None:
-        """Raise ValueError if a folder cannot be made for the result or the state, or holds files of something else."""
+        """Raise ValueError if the folder of the result or the state cannot be made, or holds other files."""
         check_writable(self.out, "out")
         start = f"out: got {str(self.out)!r}"
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
             raise ValueError(f"{start}, which is a file or holds other files, expected a new or empty folder.")
         if self.state.is_dir() and any(self.state.iterdir()) and not (self.state / MARKER).is_file():
-            state = f"but {str(self.state)!r}, for the run's state"
-            raise ValueError(f"{start}, {state}, holds other files, expected no such folder.")
+            state = f"whose state would go to {str(self.state)!r}"
+            raise ValueError(f"{start}, {state}, which holds other files, expected another name.")
 
     def begin(self) -> None:
         """Create the state folder, lock it against other processes, and remove unfinished files of a killed one."""
@@ -112,7 +111,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def new_state(self, step: int) -> Iterator[Path]:
-        """Yield an empty folder, which becomes the newest state at the end; only `NUM_KEPT_STATES` are kept."""
+        """Yield an empty folder, which becomes the newest state at the end. The oldest states are removed."""
         target = self.state / f"step-{step:09d}"
         with self._explain_errors("a state"), atomic_folder(target, parent=self.unfinished) as temporary:
             yield temporary
@@ -121,7 +120,7 @@ class RunFolder:
             shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
-        """Return how a state differs from its checksums, or ""."""
+        """Return which file of a state is missing or differs from its checksum, or ""."""
         checksums = _compute_checksums(state)
         for name, checksum in (read_json(state / IDENTITY) or {})["files"].items():
             if checksums.get(name) != checksum:
@@ -130,7 +129,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Yield an empty folder, which becomes `out` at the end, with files of trackers and previews. Clear the state."""
+        """Yield an empty folder, which becomes `out` at the end, with what trackers and previews wrote. Clear the state."""
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             for name in RUN_OUTPUTS:
@@ -139,7 +138,7 @@ class RunFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Release the lock, and remove the state of a finished run, but not files of other programs in its folder."""
+        """Release the lock, and remove what the run wrote to its state folder, but no other files."""
         self.lock.release()
         if not (self.state / MARKER).is_file():
             return
@@ -169,7 +168,7 @@ class RunFolder:
 
 
 def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dict[str, Any]:
-    """Return the record of two runs that trained the transformers of one pipeline, counted in `unit`, such as "samples"."""
+    """Merge the records of the two runs that trained the transformers of a pipeline; `unit` is, for example, "samples"."""
     merged = last | {key: first[key] + last[key] for key in ("parameters", "steps", unit, "resumed", "seconds")}
     for key, name in (("stages", "name"), ("history", "stage")):
         merged[key] = [

@@ -40,7 +40,7 @@ def make_accelerator(**options: Any) -> Any:
 
     for engine in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if launched_with(engine):
-            raise ValueError(f"distributed_type: got {engine} from the launcher, expected FSDP or data parallel.")
+            raise ValueError(f"distributed_type: got {engine} from the launcher, expected FSDP or data parallelism.")
     cpu_only = not torch.accelerator.is_available()
     if not launched_with("FSDP"):
         accelerator = accelerate.Accelerator(cpu=cpu_only, **options)
@@ -63,7 +63,7 @@ def make_accelerator(**options: Any) -> Any:
         raise ValueError("fsdp_offload_params: got true from the launcher, expected false where there is no GPU.")
     plugin = FullyShardedDataParallelPlugin(
         auto_wrap_policy="transformer_based_wrap",
-        mixed_precision_policy=MixedPrecisionPolicy(),  # autocast does it, as without sharding
+        mixed_precision_policy=MixedPrecisionPolicy(),  # FSDP casts nothing: autocast does, as without sharding
         cpu_ram_efficient_loading=True,
         state_dict_type="SHARDED_STATE_DICT",
     )
@@ -76,7 +76,7 @@ def make_accelerator(**options: Any) -> Any:
 
 
 def save_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Save an `EMAModel` in the folder of a state, with FSDP each process its shard. All processes must call this."""
+    """Save an `EMAModel` in the folder of a state; with FSDP, each process saves its shard. All processes call this."""
     if accelerator.is_fsdp2:
         save_shards(average.state_dict(), checkpoint_id=folder / AVERAGE_FOLDER)
     elif accelerator.is_main_process:
@@ -95,7 +95,7 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """With FSDP, replace the models of `task` by copies: a sharded teacher, and a student to be sharded. All call this."""
+    """With FSDP, replace the models of `task` by copies: a sharded teacher, and a student that Accelerate will shard."""
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
         if needs_teacher:
@@ -123,7 +123,7 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Set what Accelerate reads to shard `root`. MHLA attentions are units, because the loss "transfer" calls them alone."""
+    """Tell Accelerate which modules of `root` are sharded as units: blocks, and attentions that "transfer" calls alone."""
     modules = dict(model.named_modules())
     attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
     block_classes = set(getattr(model, "_no_split_modules", None) or ())
@@ -137,7 +137,7 @@ def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, s
 
 @torch.no_grad()
 def gather_weights(accelerator: Any, root: nn.Module, student: nn.Module) -> None:
-    """Copy the sharded student's weights in `root` into the main process's `student`. All processes must call this."""
+    """Copy the sharded student's weights from `root` into the main process's `student`. All processes call this."""
     state_dict = accelerator.get_state_dict(root)
     for name, value in state_dict.items():
         student.get_parameter(name.removeprefix("student.")).copy_(value)
@@ -155,7 +155,7 @@ class _Root(nn.Module):
 
 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
-    """Return a copy to be sharded; only the main process has weights. FSDP does not shard persistent buffers."""
+    """Return a copy to be sharded, with weights in the main process alone, and without persistent buffers."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         data = parameter.detach() if is_main else torch.empty_like(parameter, device="cpu")

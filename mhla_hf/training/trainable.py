@@ -18,13 +18,13 @@ FLOAT_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
 def find_mhla_attentions(model: nn.Module) -> list[str]:
-    """Return the names of modules with a core `mhla`, their own or, in diffusers, their `processor`'s."""
+    """Return the names of the attention modules whose MHLA core is NAME.mhla or, in diffusers, NAME.processor.mhla."""
     cores = (name for name, _ in model.named_modules() if name.endswith(".mhla"))
     return [name.removesuffix(".mhla").removesuffix(".processor") for name in cores]
 
 
 def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
-    """Raise ValueError if weights are quantized, or a stage has no MHLA layers or no parameters to train."""
+    """Raise ValueError if weights are quantized, or a stage has no MHLA layer or no parameter to train."""
     attentions = find_mhla_attentions(student)
     parameters = dict(student.named_parameters())
     for name, parameter in parameters.items():
@@ -33,10 +33,10 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
             raise ValueError(f"student: got {got}, expected float weights, loaded without quantization.")
     for stage in stages:
         if not attentions and (stage.loss == "transfer" or stage.trainable != "all"):
-            got = f"no MHLA layer for stage {stage.name!r} to train"
-            raise ValueError(f"student: got {got}, expected a model that `convert` returned.")
+            got = f"a model without MHLA layers for stage {stage.name!r}"
+            raise ValueError(f"student: got {got}, expected one that `convert` returned.")
         if not any(_is_trained(name, attentions, stage, value.requires_grad) for name, value in parameters.items()):
-            got = f"only frozen parameters for stage {stage.name!r} (trainable {stage.trainable!r})"
+            got = f"frozen parameters alone where stage {stage.name!r} trains {stage.trainable!r}"
             raise ValueError(f"student: got {got}, expected some with requires_grad.")
 
 
@@ -47,7 +47,7 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequenc
         return
     if teacher is None:
         stage = teacher_stages[0]
-        raise ValueError(f"teacher: got None with stage {stage.name!r}, expected a model for its loss {stage.loss!r}.")
+        raise ValueError(f"teacher: got None, expected a model for the loss {stage.loss!r} of stage {stage.name!r}.")
     student_storages = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
     for name, parameter in teacher.named_parameters():
         if parameter.untyped_storage().data_ptr() in student_storages:
@@ -69,8 +69,8 @@ def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtypes of the saved parameters and buffers; some classes keep modules in float32."""
-    cls = type(model)  # an attribute of the instance may come from the class before the conversion
+    """Return the dtypes in which parameters and buffers are saved: `dtype` or their own, or fp32 if the class says so."""
+    cls = type(model)  # an instance may have an attribute from before the conversion
     kept = "_keep_in_fp32_modules"
     fp32_modules = getattr(cls, f"{kept}_strict", None) if hasattr(cls, f"{kept}_strict") else getattr(cls, kept, None)
     dtypes = get_dtypes(model)
@@ -82,7 +82,7 @@ def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, t
 
 
 def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights: bool = True) -> None:
-    """Convert parameters and buffers in place, and drop gradients. Without `keep_weights`, parameters take no memory."""
+    """Convert parameters and buffers in place, and drop gradients. Without `keep_weights`, parameters are uninitialized."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, value.dtype)
         if keep_weights or not isinstance(value, nn.Parameter):
@@ -93,7 +93,7 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
 
 
 def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowed: bool) -> bool:
-    """Return whether `stage` trains the parameter `name`; `allowed` is False if it was frozen before the run."""
+    """Return whether a stage trains a parameter; `allowed` is False if it was frozen before the run."""
     trainable: str = stage.trainable
     if trainable in ("mhla", "lora"):
         return allowed and (".mhla." in name or (trainable == "lora" and ".lora_" in name))
@@ -101,14 +101,14 @@ def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowe
 
 
 def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Parameter, bool]) -> None:
-    """Set `requires_grad` as `stage` says, except where `allowed` is False: that was frozen before the run."""
+    """Set `requires_grad` of all parameters for a stage; those for which `allowed` is False stay frozen."""
     attentions = find_mhla_attentions(student)
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(_is_trained(name, attentions, stage, allowed.get(parameter, True)))
 
 
 def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
-    """Return the bytes of float32 weights, and of the moments of those that are trained, in the stage with most of them."""
+    """Return the bytes of the largest state of any stage: fp32 weights, and AdamW's two moments of the trained ones."""
     attentions = find_mhla_attentions(student)
 
     def count_bytes(stage: CommonStage, name: str, parameter: nn.Parameter) -> int:
@@ -119,7 +119,7 @@ def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
 
 
 def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups. Their peak learning rate is `top_lr`; `lr` is set at each step."""
+    """Return AdamW's parameter groups. `top_lr` is their peak learning rate, from which each step sets `lr`."""
     lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in student.named_parameters():

@@ -262,5 +262,5 @@ def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its
     assert accuracy(limit=3)["vit"][0].samples == 3
     (tmp_path / "data" / "dog").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "data" / "dog" / "0.png")
-    with pytest.raises(ValueError, match="data: got the class 'dog', which the model does not know"):
+    with pytest.raises(ValueError, match="data: got the class 'dog', which is not among the model's"):
         accuracy()

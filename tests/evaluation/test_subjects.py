@@ -21,7 +21,7 @@ def test_models_of_one_class_and_folders_of_one_name_are_told_apart(world, tmp_p
     assert list(judge(world, folders[:2], output=tmp_path / "out")) == ["a/llama", "b/llama"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"a--llama.json", "b--llama.json"}
     for alike in (folders[1:], [small_llama(), small_llama()]):
-        with pytest.raises(ValueError, match="twice, expected each once, or a dict from names to models"):
+        with pytest.raises(ValueError, match="twice, expected each once, or a dict of names and models"):
             judge(world, alike, tokenizer=small_tokenizer())
 
 

@@ -157,10 +157,10 @@ BAD = {
     "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), {}, "license: got none, and no card of"),
     "no seed": (lambda m, c: edit(m / "train.json", lambda j: j.pop("seed")), {}, "has no attribute 'seed'"),
     "base out of reach": (
-        lambda m, c: None, {"base_model": "a/base", "compared": {}}, "license: got none, and no card of a/base states one"),
-    "another license": (lambda m, c: None, {"license": "mit"}, "license: got 'mit', expected 'afl-3.0' as stated by"),
-    "name": (lambda m, c: None, {"name": "../toy"}, "card: Repo id must"),
-    "base is a path": (lambda m, c: None, {"base_model": "tests"}, "base_model: got 'tests', which is a local path"),
+        keep, {"base_model": "a/base", "compared": {}}, "license: got none, and no card of a/base states one"),
+    "another license": (keep, {"license": "mit"}, "license: got 'mit', expected 'afl-3.0' as stated by"),
+    "name": (keep, {"name": "../toy"}, "card: Repo id must"),
+    "base is a path": (keep, {"base_model": "tests"}, "base_model: got the local path 'tests', expected"),
 }  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(folders, case, monkeypatch
 KEPT = {
     "no person": (lambda m: (m / "card.json").unlink(), r"card\.json: got format_version None, expected 1"),
     "unknown key": (lambda m: edit(m / "card.json", lambda j: j.update(colour=7)), "colour: got an unknown name"),
-    "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "got other text, expected what the"),
+    "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "got other text than its files render"),
 }
 
 
@@ -208,8 +208,8 @@ def test_folder_and_shelf_give_the_same_card(shelf, card, capsys):
     assert json.loads(path.read_text())["over_seeds"] == {"seeds": [0, 1]}
     assert "results" not in yaml.safe_load((shelf / "toy.yaml").read_text())
     for spoil, says in (
-        (lambda: path.write_text(path.read_text().replace("1.9003", "1.8")), "toy.md: got other text, expected what"),
-        (path.unlink, "toy.json: got no such file, expected what was measured"),
+        (lambda: path.write_text(path.read_text().replace("1.9003", "1.8")), "toy.md: got other text than its files"),
+        (path.unlink, "toy.json: got no such file, expected the measurements"),
     ):
         spoil()
         assert main(["card", str(shelf), "--check"]) == 2
@@ -226,7 +226,7 @@ def test_the_command_renders_checks_writes_and_shelves(shelf, capsys, monkeypatc
     assert "- Small." in Path("mhla/README.md").read_text()
     assert main(["card", "mhla", "--shelve", "cards/other"]) == 0 and render_shelf("cards", check=True)
     for arguments, says in (
-        ([], "--name: got nothing, expected the Hub id"),
+        ([], "--name: got None, expected the Hub id"),
         (["--name", "a", "--compare", "teacher"], "--compare: got 'teacher', expected LABEL=DIR"),
         (options, "mhla/README.md', which cannot be made"),  # before all weights are read for their fingerprint
     ):

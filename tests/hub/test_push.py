@@ -67,7 +67,7 @@ def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, cap
     assert printed.endswith(f"{sum(sizes.values()):,}  bytes; nothing was sent\n")
     with pytest.raises(ValueError, match="no result for recall and generation"):
         push(converted(), NAME, license="mit", base_model="base/llama", dry_run=True)
-    with pytest.raises(ValueError, match="license: got none in a dry run, which does not ask the Hub for that of 'ba"):
+    with pytest.raises(ValueError, match="license: got None, expected one, as a dry run reads no card on the Hub"):
         push(converted(), NAME, base_model="base/llama", dry_run=True)
     assert {method for method, *_ in hub.log} == {"GET"}
     hub.fault("503", times=9)
@@ -145,12 +145,12 @@ def test_somebody_else_was_faster(hub, shelf, monkeypatch):
 
 
 ARGUMENTS = {
-    "no user": ({"repo_id": "mhla"}, "repo_id: got 'mhla', expected it with a user or organization"),
+    "no user": ({"repo_id": "mhla"}, "repo_id: got 'mhla', expected a user or organization before it"),
     "tag": ({"tags": ["v 1"]}, "tags: got 'v 1'"),
     "request and tag": ({"create_pr": True, "tags": "v1"}, "create_pr: got True with tags, private or revision"),
     "tokenizer of a folder": ({"tokenizer": 1}, "tokenizer: got one with a folder"),
-    "license of a card": ({"license": "mit"}, r"license: got it or base_model for .*, which has a card"),
-    "other name": ({"repo_id": "tester/other"}, r"got the card of 'tester/mhla', expected that of 'tester/other'"),
+    "license of a card": ({"license": "mit"}, r"license: got a value, expected None, as .* has a card"),
+    "other name": ({"repo_id": "tester/other"}, r"got the card of 'tester/mhla', expected one written with"),
 }
 
 

@@ -128,7 +128,7 @@ def inventory(folder):
 EARLY = {  # said before anything is imported
     "": "COMMAND",
     "convert llama new --layer all": "--layer",
-    "convert nobody/nothing new": "model: got 'nobody/nothing', which is not a folder, expected a model that the Hub",
+    "convert nobody/nothing new": "model: got 'nobody/nothing', which is not a folder, expected a model on the Hub",
     "convert llama full": "output: got 'full', which is not empty",
     "convert llama full/letter.txt/new": "full/letter.txt/new', which cannot be made in '",
     "convert llama new --text no.txt": "no.txt: No such file",
@@ -137,7 +137,7 @@ EARLY = {  # said before anything is imported
     "distill llama --recipe recipe.yaml --set b.lr=1 --out new": "--set: got 'b.lr', expected one of transfer.*, distill.*",
     "distill llama --recipe typo.yaml --data train.txt --out new": "stepps",
     "evaluate llama --recipe recall --plot full": "--plot: got 'full', which is a folder, expected a PNG file",
-    "push nothing me/model": "folder: got 'nothing', which is no folder",
+    "push nothing me/model": "folder: got 'nothing', which is not a folder",
 }
 LATE = {
     "convert truncated new": "truncated/model.safetensors is not a complete safetensors file",

@@ -107,7 +107,7 @@ def test_latents_with_conditions(lab, tmp_path, name):
     distill(tmp_path / "a", name, data=data)
     assert [entry["loss"] > 0 for entry in lab.history(tmp_path / "a")] == [True, True]
     first = next(key for key in ("control", "condition") if key in data)
-    with pytest.raises(ValueError, match=f"without '{first}', expected the column, which conditions the model"):
+    with pytest.raises(ValueError, match=f"without '{first}', expected this column, which conditions the model"):
         distill(tmp_path / "b", name, data={key: value for key, value in data.items() if key != first})
 
 
@@ -218,11 +218,11 @@ def test_a_folder_of_images(tmp_path):
 
 
 REFUSED = [
-    ("i2v", ["a cat"], "data: got prompts without 'image', expected it, which WanImageToVideoPipeline requires"),
+    ("i2v", ["a cat"], "data: got prompts without 'image', expected all that WanImageToVideoPipeline requires"),
     ("aura-flow", ["a cat"], r"size: got \[9, 64, 80\] in stage 'transfer', expected \[rows, columns\] in pixels"),
     ("i2v", [{"image": 1, "text": "a"}], "with 'text', expected only arguments of WanImageToVideoPipeline"),
     ("ti2v", {"latents": torch.zeros(1, 16, 3, 8, 10), "prompt_embeds": torch.zeros(1, 4, 32)},
-        "got latents with a first frame as condition"),
+        "got latents with a model of text and first frame"),
     ("ltx", {"latents": torch.zeros(1, 8)}, "got latents with MHLALTXVideoTransformer3DModel, expected arguments"),
 ]  # fmt: skip
 
@@ -243,7 +243,7 @@ def test_experts_and_previews_that_do_not_fit_are_refused_before_the_first(lab, 
         ("teacher: got one transformer, expected a pipeline with two",
             lambda: mhla_hf.distill(pipe, PIPELINES["wan"](), **options)),
         ("boundary_ratio: got None in a pipeline with two", lambda: mhla_hf.distill(without, without, **options)),
-        ("without 'image', expected it, which WanImageToVideoPipeline requires",
+        ("without 'image', expected all that WanImageToVideoPipeline requires",
             lambda: distill(tmp_path / "a", "i2v", data=latents, preview_every=1)),
         ("preview_every: got a number with a model that makes no images, expected 0",
             lambda: lab.train(tmp_path / "a", preview_every=1)),
@@ -265,7 +265,7 @@ def test_rows_of_a_batch_have_calls_of_one_kind():
     reader = CallReader(lambda _row, seed: [*calls], open_arguments(["a", "b"]), (0, 0), None)
     seen, orders = [], set()
     for _ in range(12):
-        batch = reader.take_rows(2, slice(0, 2))
+        batch = reader.take(2, slice(0, 2))
         seen.append((int(batch["timestep"][0]), reader.constants["height"], "mask" in batch))
         orders.add(tuple(batch["timestep"].tolist()))
     assert len(set(seen)) == 12 and any(one != other for one, other in orders)

@@ -54,7 +54,7 @@ def test_finished_twice_does_nothing_and_says_so(lab, tmp_path, capsys):
     assert torch.equal(loaded(ids).logits, trained.eval()(ids).logits)
     shutil.rmtree(out)
     lab.train(out, trained)  # begun anew, it is of what the object is now
-    with pytest.raises(ValueError, match="begun with another student"):
+    with pytest.raises(ValueError, match="began with another student"):
         lab.train(out)
 
 
@@ -72,7 +72,7 @@ def test_another_run_is_refused(lab, runs, changed):
     before = sorted(runs.rglob("*"))
     options = {"student": lab.dropped(), "stages": lab.lm(10), **CHANGES[changed](lab)}
     for name in ("whole", "stopped"):
-        with pytest.raises(ValueError, match=f"begun with another {changed}"):
+        with pytest.raises(ValueError, match=f"began with another {changed}"):
             lab.train(runs / name, **options)
     assert sorted(runs.rglob("*")) == before
 
@@ -83,7 +83,7 @@ def test_a_state_folder_that_is_not_the_runs_is_refused_and_what_is_put_in_it_la
     go_on(lab, out)
     assert list(stopped.iterdir()) == [note] and (out / "model.safetensors").exists()
     shutil.rmtree(out)
-    with pytest.raises(ValueError, match=r"but '.*out.state', for the run's state, holds other files"):
+    with pytest.raises(ValueError, match=r"whose state would go to '.*out.state', which holds other files"):
         go_on(lab, out)
     assert list(stopped.iterdir()) == [note]
 

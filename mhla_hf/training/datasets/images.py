@@ -43,7 +43,7 @@ class LabeledImages:
         self.labels = torch.as_tensor(self.labels).long()
         if not len(self.labels) or len(self.labels) != len(self.items):
             got = f"{self.name!r} with {len(self.items)} images and {len(self.labels)} labels"
-            raise ValueError(f"data: got {got}, expected as many, at least one.")
+            raise ValueError(f"data: got {got}, expected a label for each image, at least one.")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -64,7 +64,7 @@ class LabeledImages:
         """Return these test images, relabeled with the class numbers of the training data, which must have all classes."""
         names = self.class_names or ()
         if unknown := [name for name in names if name not in class_names]:
-            expected = f"some of the {len(class_names)} of {training_name!r}, the training data"
+            expected = f"only the {len(class_names)} classes of the training data {training_name!r}"
             raise ValueError(f"test: got {self.name!r} with the class {unknown[0]!r}, expected {expected}.")
         return self._renumber([list(class_names).index(name) for name in names], class_names)
 
@@ -74,8 +74,8 @@ class LabeledImages:
         model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
         unknown = [name for name in names if name not in model_numbers]
         if unknown and len(unknown) < len(names):
-            got = f"the class {unknown[0]!r}, which the model does not know, though it knows others"
-            raise ValueError(f"{argument}: got {got}, expected the model's labels.")
+            got = f"the class {unknown[0]!r}, which is not among the model's, as others are"
+            raise ValueError(f"{argument}: got {got}, expected only classes of the model.")
         if unknown and len(names) != len(model_numbers):
             got = f"{len(names)} classes for a model with {len(model_numbers)} labels"
             raise ValueError(f"{argument}: got {got}, expected as many.")
@@ -180,8 +180,8 @@ def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
         paths = [(path, 0) for path in (*(path for path, _ in paths), *sorted(root.iterdir()))]
     files = [(path, label) for path, label in paths if path.suffix.lower() in IMAGE_ENDINGS]
     if not files:
-        expected = "no folders of images, expected one folder per class" if labeled else "no images, expected some"
-        raise ValueError(f"data: got {str(folder)!r}, which holds {expected}.")
+        expected = "a folder of images for each class" if labeled else "images"
+        raise ValueError(f"data: got {str(folder)!r}, which holds none, expected {expected}.")
     listing = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path, _ in files)
     identity = hashlib.sha256(listing.encode()).hexdigest()[:32]
     items, labels = zip(*files, strict=True)
@@ -203,8 +203,8 @@ class ImageReader(Reader):
         self.pool = ThreadPoolExecutor(NUM_THREADS)
         self.next_samples: Iterator[Sample] | None = None  # samples of the next batch, which the pool is computing
 
-    def take_rows(self, count: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this process's R rows: pixels, fp32 [R, C, H, W], and class probabilities, fp32 [R, classes]."""
+    def take(self, count: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return pixels, fp32 [R, C, H, W], and class probabilities, fp32 [R, classes], of the R rows."""
         row_numbers = list(range(count))[rows]
         is_mixed = bool(self.stage.mixup or self.stage.cutmix)
         partners = [row ^ 1 if (row ^ 1) < count else row for row in row_numbers] if is_mixed else []

@@ -32,7 +32,7 @@ CONDITION_COLUMNS = {
     "image_embeds": "encoder_hidden_states_image",
     "control": "control_hidden_states",
 }
-# What a sample that is trained without its condition lacks. Images stay, as in classifier-free guidance.
+# What a sample without its condition lacks. It keeps images, as in classifier-free guidance.
 DROPPED = ("prompt", "class_labels", "encoder_hidden_states", "encoder_attention_mask")
 
 # Condition of one sample: tensors by argument of the transformer, and possibly a text, "prompt".
@@ -78,8 +78,8 @@ class LatentReader(Reader):
         super().__init__(key, state)
         self.source, self.conditions, self.process, self.stage = source, conditions, process, stage
 
-    def take_rows(self, count: int, rows: slice) -> Batch:
-        """Return "noisy" and "target", [R, C, (F,) h, w], "times" [R], and conditions of this process's R rows."""
+    def take(self, count: int, rows: slice = slice(None)) -> Batch:
+        """Return "noisy" and "target", [R, C, (F,) h, w], "times" [R], and the conditions of the R rows."""
         samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
         *inputs, targets = zip(*samples, strict=True)
@@ -97,8 +97,8 @@ class LatentReader(Reader):
         return noisy, time, condition, target
 
 
-class TrajectoryReader(Reader, abc.ABC):
-    """Reads inputs of trajectories that the teacher samples, one for each row of the batch; then it samples new ones."""
+class TrajectoryReader(Reader):
+    """Reads trajectories of the teacher, one for each row of the batch, input by input; at their end, it samples others."""
 
     def __init__(self, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
@@ -108,8 +108,8 @@ class TrajectoryReader(Reader, abc.ABC):
     def state(self) -> dict[str, Any]:
         return {"next": self.next, "position": self.position}
 
-    def take_rows(self, count: int, rows: slice) -> Batch:
-        """Return what differs among this process's R rows of the next batch, [R, ...] each, on the CPU."""
+    def take(self, count: int, rows: slice = slice(None)) -> Batch:
+        """Return what differs among the R rows, [R, ...] each, on the CPU."""
         if not self.trajectories:
             self.trajectories = self.sample([self.next * count + row for row in range(*rows.indices(count))])
         inputs = [trajectory[self.position] for trajectory in self.trajectories]
@@ -122,7 +122,7 @@ class TrajectoryReader(Reader, abc.ABC):
 
     @abc.abstractmethod
     def sample(self, numbers: Sequence[int]) -> list[list[Any]]:
-        """Return the trajectory with each number, as the inputs to read."""
+        """Return the trajectory of each number, as a list of inputs."""
 
     @abc.abstractmethod
     def collate(self, inputs: Sequence[Any]) -> Batch:
@@ -130,7 +130,7 @@ class TrajectoryReader(Reader, abc.ABC):
 
 
 class PointReader(TrajectoryReader):
-    """Reads points on trajectories that the teacher, (transformer, scheduler), samples: (latents, time, condition)."""
+    """Reads points (latents, time, condition) of trajectories sampled by the teacher, (transformer, scheduler)."""
 
     def __init__(
         self, teacher: tuple[Any, Any], shape: tuple[int, ...], conditions: ConditionEncoder, stage: DiffusionStage,
@@ -189,7 +189,7 @@ def _collate(inputs: Iterable[Sequence[Any]], encoder: ConditionEncoder) -> Batc
 
 
 def _without_text(condition: Condition) -> Condition:
-    """Return the condition of an unconditional sample, which lacks what is `DROPPED`."""
+    """Return a condition without what is `DROPPED`."""
     return {key: value for key, value in condition.items() if key not in DROPPED}
 
 
@@ -211,7 +211,7 @@ class ClassConditions:
 
 
 class TextConditions:
-    """Encodes texts, B at once: `encode` returns their conditions, [B, ...] each, and those of the empty prompt."""
+    """Encodes texts by `encode`, which returns the conditions of B texts, [B, ...] each, and those of the empty one."""
 
     def __init__(
         self, encode: Callable[[list[str]], tuple[Conditions, Conditions]], prompts: Iterable[str] = ()
@@ -224,7 +224,7 @@ class TextConditions:
         return {"prompt": self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions that all B samples have, [B, ...] each. They have a text, an encoded one, or neither."""
+        """Return the conditions that all B samples have, [B, ...] each. Without any text, a sample has the empty one."""
         texts = [sample["prompt"] for sample in samples if "prompt" in sample]
         encoded: Conditions = {}
         if texts or (self.empty is None and any("encoder_hidden_states" not in sample for sample in samples)):

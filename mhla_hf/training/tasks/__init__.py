@@ -13,7 +13,7 @@ from .language import LanguageTask
 
 
 def find_task(student: Any, teacher: Any, options: Mapping[str, Any]) -> Task:
-    """Return the task that trains `student`. Raise TypeError if it does not take one of the options, such as a tokenizer."""
+    """Return the task that trains `student`. Raise TypeError for an option that this kind of model does not take."""
     task_type: type[Task] = LanguageTask  # which rejects unknown models
     if is_of_diffusers(student):
         task_type = DiffusionTask

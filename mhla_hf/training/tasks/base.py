@@ -1,8 +1,7 @@
-"""The interface between the training loop and a kind of model: `Task`, and `Objective`, which computes its losses.
+"""What the training loop needs to know of a kind of model: `Task`, and `Objective`, which computes the losses.
 
-A task implements the data, batches and losses of a kind of model; everything else belongs to the loop. To add a kind of
-model, subclass `Task`, `Objective` and `mhla_hf.data.Reader`, and add a stage type to `recipe.STAGE_TYPES` and a line to
-`tasks.find_task`.
+To add a kind of model, subclass `Task`, `Objective` and `mhla_hf.data.Reader`, and add a stage type to
+`recipe.STAGE_TYPES` and a line to `tasks.find_task`.
 """
 
 import abc
@@ -31,13 +30,13 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Task(abc.ABC, Generic[StageT]):
-    """Data, batches, losses and files of one kind of model. `distill` returns `returned`: a student or its pipeline."""
+    """Data, batches, losses and files of one kind of model. `returned`, a student or its pipeline, is saved."""
 
     name: str  # key of recipe.STAGE_TYPES; appears in recipes and records
     objective_type: type["Objective"]
     unit: str  # what the record counts: "tokens", "images" or "samples"
     expected_model: str  # for error messages
-    equal_sizes: tuple[tuple[str, str], ...] = ()  # (loss, field of the configurations that has to be equal for it)
+    equal_sizes: tuple[tuple[str, str], ...] = ()  # (loss, field of the configuration that student and teacher share)
     trains_without_data = False  # whether `data=None` is allowed
     cpu_recipe: str | None = None  # name of the recipe that is made for a CPU
 
@@ -45,18 +44,18 @@ class Task(abc.ABC, Generic[StageT]):
         self.returned = self.student = student
         self.teacher = teacher
         self.preprocessor = preprocessor  # a tokenizer or image processor that is saved with the model
-        # Set by the loop. With FSDP only the main process holds the student's weights.
+        # These are set by the loop. With FSDP only the main process has the student's weights.
         self.show_bars, self.has_weights = False, True
-        # Set by the loop, for the last of several `parts`: the hash of the first student before its run, and its record.
+        # Of the first of two `parts`, set in the second: the hash of the student before training, and the record.
         self.earlier_student: str | None = None
         self.earlier_record: dict[str, Any] | None = None
 
     def parts(self) -> "tuple[Task, ...]":
-        """Return the task of each run that trains a model of a pipeline, in order. There are at most two."""
+        """Return the tasks to run one after the other: two for a pipeline with two transformers."""
         return (self,)
 
     def check(self, stages: Sequence[StageT]) -> None:
-        """Raise TypeError or ValueError if student, teacher and stages do not fit together, before any data are opened."""
+        """Raise TypeError or ValueError if student, teacher and stages do not fit together."""
         for argument, model in (("student", self.student), ("teacher", self.teacher)):
             if not hasattr(model, "num_parameters") and (argument == "student" or model is not None):
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
@@ -70,15 +69,15 @@ class Task(abc.ABC, Generic[StageT]):
 
     @abc.abstractmethod
     def open(self, data: Any, stages: Sequence[StageT]) -> Any:
-        """Open the data, which must fit model and stages. The result has a `name`, and `describe()`, which identifies it."""
+        """Open data that fit model and stages. The result has a `name`, and `describe()`, its identity in JSON."""
 
     @abc.abstractmethod
     def reader(self, source: Any, stage: StageT, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of stage `number`, 0-based, which continues from a `Reader`'s `state` or `handover`."""
+        """Return a reader of stage `number`, 0-based, which continues from an earlier reader's `state()` or `handover()`."""
 
     def take(self, reader: Any, stage: StageT, rows: slice) -> TensorsAndWeights:
-        """Read a batch; return the objective's arguments for this process's `rows`: tensors, and weights as 1 / batch."""
-        return reader.take_rows(stage.batch_size, rows), (1 / stage.batch_size,)
+        """Read a batch, and return the arguments of the objective for `rows` of it: tensors, and the weight of a sample."""
+        return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
 
     def objective(self, stage: StageT) -> "Objective":
         return self.objective_type(self.student, self.teacher, stage)
@@ -88,18 +87,15 @@ class Task(abc.ABC, Generic[StageT]):
         return stage.batch_size * getattr(stage, "seq_len", 1)
 
     def seconds_of(self, stages: Sequence[StageT], progress: Mapping[str, Any]) -> float:
-        """Estimate the seconds that stages take, if a unit takes as long as in the progress of a run so far."""
+        """Estimate the seconds that stages take, at the speed of the run so far."""
         return progress["seconds"] / progress[self.unit] * sum(x.steps * self.units_per_step(x) for x in stages)
 
     def evaluate(self) -> dict[str, float]:
         return {}
 
-    def check_previews(self, source: Any) -> None:
-        """Raise ValueError if the model cannot make previews for the data that `open` returned."""
+    def previewer(self, source: Any) -> Callable[[StageT, int], list[Any]]:
+        """Return a function of (stage, seed) that samples an image or the frames of a video, for the data from `open`."""
         raise ValueError("preview_every: got a number with a model that makes no images, expected 0.")
-
-    def preview(self, source: Any, stage: StageT, seed: int) -> list[Any]:
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def prepare(self, stage: StageT) -> Iterator[None]:
@@ -158,8 +154,7 @@ class Objective(nn.Module):
             leaves, structure = tree_flatten((args, kwargs))
             is_float = [torch.is_tensor(x) and x.is_floating_point() for x in leaves]
             leaves = [x.to(dtype) if cast else x for x, cast in zip(leaves, is_float, strict=True)]
-            if isinstance(attention, FSDPModule):
-                # FSDP reshards a module in the backward pass once the gradient of its input is computed.
+            if isinstance(attention, FSDPModule):  # which is resharded once its input has a gradient
                 index = is_float.index(True)
                 leaves[index] = leaves[index].detach().requires_grad_()
             args, kwargs = tree_unflatten(leaves, structure)

@@ -1,7 +1,7 @@
 """The task of diffusion transformers, alone or in a pipeline.
 
-The data are latents, for families with `Family.conditions`, or what the teacher samples trajectories for: prompts, random
-classes, or any arguments of its pipeline. Of a pipeline with two transformers, each is trained in a run of its own.
+The data are latents, for families with `Family.conditions`, or arguments for which the teacher samples trajectories:
+prompts, random classes, or any others of its pipeline. Two transformers of a pipeline are trained in two runs.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_query", "to_key", "to_va
 
 
 class DiffusionObjective(Objective):
-    """A diffusion transformer. `get_batch` returns the names of a batch's tensors, and the transformer's other arguments."""
+    """Losses of a diffusion transformer. `get_batch` returns the names of a batch's tensors, and its constants."""
 
     def __init__(
         self, student: Any, teacher: Any, stage: DiffusionStage,
@@ -84,7 +84,7 @@ def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 class DiffusionTask(Task[DiffusionStage]):
-    """The task of a diffusers transformer, `component` of a pipeline. `reads_calls`: its calls make the batches."""
+    """The task of a diffusers transformer, `component` of a pipeline. With `reads_calls`, batches are recorded calls."""
 
     name = "diffusion"
     unit = "samples"
@@ -117,7 +117,7 @@ class DiffusionTask(Task[DiffusionStage]):
         return first, last
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote to `folder`, of a pipeline all transformers that are trained by then."""
+        """Load what `save` wrote to `folder`: the transformer or, of a pipeline, all that were trained by then."""
         if self.returned is self.student:
             return super().load(folder)
         for component in TRANSFORMERS[: TRANSFORMERS.index(self.component) + 1]:
@@ -131,7 +131,7 @@ class DiffusionTask(Task[DiffusionStage]):
             if family is None:
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.pipeline is None:
-            raise ValueError("teacher: got no pipeline as student or teacher, expected one of them, for its scheduler.")
+            raise ValueError("teacher: got no pipeline, nor as student, expected one of them, for its scheduler.")
         # The softmax class of a converted model; families such as Flux have several.
         bases = [next(x for x in type(model).__mro__ if transformer_family(x) is not None) for model in models]
         channels = [model.config.get("in_channels") for model in models]
@@ -198,13 +198,13 @@ class DiffusionTask(Task[DiffusionStage]):
         teacher = (self.teacher, self.pipeline.scheduler)
         return PointReader(teacher, self._latent_shape(stage), source.conditions, stage, key, state, self.show_bars)
 
-    def check_previews(self, source: Any) -> None:
-        """Raise ValueError if the data do not say what the pipeline samples for, as latents of image to video."""
-        PipelineArguments([self._preview_arguments(source)], source.name, None).check(self.student_pipeline)
-
-    def preview(self, source: Any, stage: DiffusionStage, seed: int) -> list[Any]:
+    def previewer(self, source: Any) -> Callable[[DiffusionStage, int], list[Any]]:
+        """Return a function that samples for the first row of the data; ValueError if they lack a pipeline's arguments."""
         arguments = self._preview_arguments(source)
-        return sample_images(self.student_pipeline, self.component, self.student, stage, arguments, seed)
+        PipelineArguments([arguments], source.name, None).check(self.student_pipeline)
+        pipeline, component = self.student_pipeline, self.component
+        # The student is read at each call: in a stage with FSDP, it is a copy.
+        return lambda stage, seed: sample_images(pipeline, component, self.student, stage, arguments, seed)
 
     def _preview_arguments(self, source: Any) -> dict[str, Any]:
         """Return arguments of the pipeline for the first row of the data, of latents its class or prompt."""
@@ -222,7 +222,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     def take(self, reader: Any, stage: DiffusionStage, rows: slice) -> TensorsAndWeights:
         """Return the arguments of `DiffusionObjective.forward`, and store the names of the tensors for it."""
-        batch = reader.take_rows(stage.batch_size, rows)
+        batch = reader.take(stage.batch_size, rows)
         self.batch = (tuple(batch), getattr(reader, "constants", {}))
         return tuple(batch.values()), (1 / stage.batch_size,)
 
@@ -231,7 +231,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @contextlib.contextmanager
     def prepare(self, stage: DiffusionStage) -> Iterator[None]:
-        """Put the student in eval mode, for good: in training mode DiT drops labels. Add LoRA, merged at the end."""
+        """Set eval mode, as in training mode DiT drops labels. Add LoRA if the stage has it, and merge it at the end."""
         self.student.eval()
         if stage.trainable != "lora":
             yield
@@ -255,7 +255,7 @@ class DiffusionTask(Task[DiffusionStage]):
     def _check_data(
         self, stages: Sequence[DiffusionStage], arguments: PipelineArguments | None, latents: Latents | None
     ) -> None:
-        """Raise ValueError if the data do not suit the model, a loss needs latents instead, or texts cannot be encoded."""
+        """Raise ValueError if the data do not fit the model or its losses, or texts cannot be encoded."""
         columns = () if latents is None else latents.columns
         if latents is not None:
             if not self.condition_names:
@@ -263,17 +263,15 @@ class DiffusionTask(Task[DiffusionStage]):
                 raise ValueError(f"data: got {got}, expected arguments of its pipeline, such as prompts.")
             parameters = inspect.signature(type(self.pipeline).__call__).parameters
             if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
-                raise ValueError(
-                    "data: got latents with a first frame as condition (TI2V), expected prompts and images."
-                )
+                raise ValueError("data: got latents with a model of text and first frame, expected prompts and images.")
             text_columns = ("prompt_embeds", "prompt") if self.takes_text else ("class_labels", "label")
             missing = [column for column in self._image_columns() if column not in columns]
             missing = missing if set(text_columns) & set(columns) else [text_columns[0]]
             if missing:
                 got = f"{latents.name!r} without {missing[0]!r}"
-                raise ValueError(f"data: got {got}, expected the column, which conditions the model.")
+                raise ValueError(f"data: got {got}, expected this column, which conditions the model.")
         if arguments is None and latents is None and (self.takes_text or self.reads_calls):
-            raise ValueError("data: got None with a model of texts, expected latents or a list of prompts.")
+            raise ValueError("data: got None with a model that reads texts, expected latents or prompts.")
         if arguments is not None and "class_labels" in self.condition_names:
             raise ValueError("data: got prompts with a model of classes, expected latents or None.")
         data_losses = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]
@@ -287,7 +285,7 @@ class DiffusionTask(Task[DiffusionStage]):
             raise ValueError(f"teacher: got a pipeline without text encoder, expected {expected}.")
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
-        """Return the shape (channels, (frames,) rows, columns) of latents, by the stage's or else the model's size."""
+        """Return the shape (channels, (frames,) rows, columns) of latents of the stage's size or, without, the model's."""
         config, pipeline = self.student.config, self.pipeline
         channels = _latent_channels(self.student)
         num_axes = len(_patch_size(self.student))
@@ -338,7 +336,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
 
 def _latent_channels(model: Any) -> int:
-    """Return the number of channels of the noisy latents; the input of models of image to video has more. 0: unknown."""
+    """Return the number of channels of the noisy latents, to which models of image to video add others; 0 if unknown."""
     in_channels = model.config.get("in_channels") or 0
     return min(in_channels, model.config.get("out_channels") or in_channels)
 

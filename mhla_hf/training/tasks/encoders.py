@@ -29,7 +29,7 @@ class EncoderObjective(Objective):
 
 
 class EncoderTask(Task[EncoderStage]):
-    """The task of a text encoder; `files` (see `read_sentence_files`) are saved with it. A head is not trained."""
+    """The task of a text encoder, without its head. `files` (see `read_sentence_files`) are saved with it."""
 
     name = "encoders"
     objective_type = EncoderObjective
@@ -44,7 +44,7 @@ class EncoderTask(Task[EncoderStage]):
         self.text_field, self.files = text_field, files
 
     def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
-        """Open text, and check that a stage's sequences have room for special tokens, and fit the model's positions."""
+        """Open text, and check that the sequences of all stages fit special tokens and the model's positions."""
         tokenizer = self.preprocessor
         self.special_tokens = special_tokens(tokenizer)
         self.num_special = num_special = sum(map(len, self.special_tokens))
@@ -63,7 +63,7 @@ class EncoderTask(Task[EncoderStage]):
         return source.reader(stage.seq_len - self.num_special, seed, number, state)
 
     def take(self, reader: Any, stage: EncoderStage, rows: slice) -> TensorsAndWeights:
-        ids = reader.take(stage.batch_size)[0][rows]
+        ids, _ = reader.take(stage.batch_size, rows)
         return (with_special_tokens(ids, self.special_tokens),), (1 / stage.batch_size,)
 
     def save(self, folder: Any) -> None:

@@ -93,7 +93,7 @@ class ImageTask(Task[ImageStage]):
         find_output_size(self.processor, self.channels)
 
     def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
-        """Open labeled images, with the student's class numbers if a loss reads labels; otherwise they are all 0."""
+        """Open images, labeled with the student's class numbers if a loss reads labels, else with 0."""
         config = self.student.config
         reads_labels = any(stage.reads_labels for stage in stages)
         images = open_images(data, labeled=reads_labels)

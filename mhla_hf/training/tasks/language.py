@@ -26,9 +26,9 @@ class LanguageObjective(Objective):
     def forward(
         self, ids: torch.Tensor, labels: torch.Tensor, token_weight: float, sequence_weight: float
     ) -> LossAndLogs:
-        """Return the loss of a micro-batch of ids [B, L] with labels [B, L] that are not shifted, and the values to log.
+        """Return the loss of a micro-batch of ids [B, L] with labels [B, L], not shifted, and the values to log.
 
-        The weights are 1 / predicted tokens and 1 / sequences in the whole batch.
+        `token_weight` is 1 / predicted tokens, and `sequence_weight` 1 / sequences, of the whole batch.
         """
         if self.stage.loss == "transfer":
 

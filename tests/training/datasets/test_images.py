@@ -78,7 +78,7 @@ def test_whole_images_are_what_the_processor_makes_of_them(processor, tmp_path):
     for changes in ({}, {"crop": 0.3}):
         reader = ImageReader(pictures, stage(**changes), (0, 0), processor, 3, 2)
         order = [reader.shuffled(number, 5) for number in range(5)]
-        pixels, _ = reader.take_rows(5, slice(0, 5))
+        pixels, _ = reader.take(5, slice(0, 5))
         assert pixels.shape == wanted.shape and torch.equal(pixels, wanted[order]) is not bool(changes)
         reader.close()
 
@@ -86,7 +86,7 @@ def test_whole_images_are_what_the_processor_makes_of_them(processor, tmp_path):
 def test_what_is_refused_of_files_and_processors(tmp_path):
     with pytest.raises(ValueError, match=r"processor: got CLIP.*, expected one that makes images of one height and"):
         find_output_size(CLIPImageProcessorPil(size={"shortest_edge": 32}, do_center_crop=False), 3)
-    with pytest.raises(ValueError, match="which holds no folders of images, expected one"):
+    with pytest.raises(ValueError, match="which holds none, expected a folder of images"):
         open_images(tmp_path)
     data = photos(tmp_path / "pets", {"a": 1, "b": 1}, "test")
     with pytest.raises(ValueError, match="pets' with 'test' and nothing to train on, expected train/CLASS"):
@@ -120,7 +120,7 @@ def test_folders_are_numbered_as_the_model_numbers_its_labels(tmp_path):
     task, pictures = opened(model, data, test=data)
     assert pictures.labels.tolist() == [1] + [0] * 8
     assert task.evaluate()["test_accuracy"] == pytest.approx(8 / 9)
-    with pytest.raises(ValueError, match="data: got the class 'emu', which the model does not know, though it knows"):
+    with pytest.raises(ValueError, match="data: got the class 'emu', which is not among the model's, as others"):
         opened(model, photos(tmp_path / "other", {"cat": 1, "emu": 1}))
     with pytest.raises(ValueError, match="3 classes for a model with 2 labels"):
         opened(model, photos(tmp_path / "third", {"x": 1, "y": 1, "z": 1}))
@@ -148,5 +148,7 @@ def test_test_classes_have_the_numbers_of_the_training_classes(tmp_path):
     task, pictures = opened(model, data, test=data)
     assert pictures.labels.tolist() == [0, 0, 1, 2] and task.test_images.labels.tolist() == [1, 1, 2]
     other = photos(tmp_path / "other", {"b": 1, "d": 1}, "test")
-    with pytest.raises(ValueError, match="'other' with the class 'd', expected some of the 3 of 'photos'"):
+    with pytest.raises(
+        ValueError, match="'other' with the class 'd', expected only the 3 classes of the training data 'photos'"
+    ):
         opened(model, data, test=other)

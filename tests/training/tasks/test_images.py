@@ -48,7 +48,7 @@ def reader(data=None, state=None, **changes):
 
 
 def first(**changes):
-    return reader(**changes).take_rows(16, slice(0, 16))
+    return reader(**changes).take(16, slice(0, 16))
 
 
 def train(out, model=None, teacher=None, **changes):
@@ -61,13 +61,13 @@ def test_a_batch_does_not_depend_on_who_takes_it_nor_on_stops(tmp_path):
         (tmp_path / "train" / "abcd"[label]).mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[0].numpy()).save(tmp_path / "train" / "abcd"[label] / f"{number:02}.png")
     one, *parts, half = (reader(tmp_path, **AUGMENTED) for _ in range(4))
-    batches = [one.take_rows(6, slice(0, 6)) for _ in range(4)]
+    batches = [one.take(6, slice(0, 6)) for _ in range(4)]
     for whole in batches:
-        split = [part.take_rows(6, rows) for part, rows in zip(parts, (slice(0, 3), slice(3, 6)), strict=True)]
+        split = [part.take(6, rows) for part, rows in zip(parts, (slice(0, 3), slice(3, 6)), strict=True)]
         torch.testing.assert_close([torch.cat(each) for each in zip(*split, strict=True)], list(whole), rtol=0, atol=0)
-    half.take_rows(6, slice(0, 6))
+    half.take(6, slice(0, 6))
     later = reader(tmp_path, json.loads(json.dumps(half.state())), **AUGMENTED)
-    assert torch.equal(later.take_rows(6, slice(0, 6))[0], batches[1][0])
+    assert torch.equal(later.take(6, slice(0, 6))[0], batches[1][0])
     for own in (one, half, later, *parts):
         own.close()
 
