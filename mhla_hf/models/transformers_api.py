@@ -21,9 +21,7 @@ from .families import FAMILIES, Family
 
 # The oldest and the newest release that the tests run on.
 TESTED_TRANSFORMERS = ("5.19.0", "5.24.0")
-SLOW_OPERATORS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
+FUSED_SOFTMAX = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -93,13 +91,13 @@ def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
 def recomputed_layers(model: nn.Module) -> Iterator[None]:
     """Recompute a model's decoder layers in the backward pass: transformers' checkpointing works in training mode only.
 
-    What takes long and is small is kept: the outputs of linear layers and of fused softmax.
+    Outputs of fused softmax are kept: they are small and take long.
     """
-    keep_slow = functools.partial(create_selective_checkpoint_contexts, SLOW_OPERATORS)
+    keep_softmax = functools.partial(create_selective_checkpoint_contexts, FUSED_SOFTMAX)
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     previous_forwards = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=keep_slow)
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=keep_softmax)
     try:
         yield
     finally:
