@@ -195,6 +195,14 @@ def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat(2 * [ids[:, :max_tokens]], 1)
 
 
+def once_and_twice(model: Any, ids: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Compute log-probabilities at positions `once` of a row, and at positions `twice` of the row read twice."""
+    row = read_twice(model, ids)
+    if row.shape[1] < 2 * ids.shape[1]:  # else one pass is enough: the first copy is the row
+        return log_probabilities(model, ids, once), log_probabilities(model, row, twice)
+    return log_probabilities(model, row, torch.cat([once, twice])).split([len(once), len(twice)], 1)
+
+
 def compared_positions(length: int, second_half: bool) -> torch.Tensor:
     """Return up to `KL_POSITIONS` evenly spaced positions, int64 [N], of a row of `length` tokens or of its second half."""
     first = length // 2 if second_half else 0
@@ -217,10 +225,11 @@ class GateFit:
         self.optimizer = torch.optim.Adam([self.gates], lr=GATE_LR, betas=GATE_BETAS, eps=GATE_EPS)
         self.examples: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # row, positions, log-probabilities
         for ids in rows:
-            for row, second_half in ((ids, False), (read_twice(model, ids), True)):
-                positions = compared_positions(row.shape[1], second_half)
-                with torch.no_grad(), softmax_instead(model):
-                    self.examples.append((row, positions, log_probabilities(model, row, positions).half()))
+            examples = [(ids, False), (read_twice(model, ids), True)]
+            positions = [compared_positions(row.shape[1], second_half) for row, second_half in examples]
+            with torch.no_grad(), softmax_instead(model):
+                teacher = once_and_twice(model, ids, *positions)
+            self.examples += [(row, at, x.half()) for (row, _), at, x in zip(examples, positions, teacher, strict=True)]
 
     def step(self) -> float:
         """Update the gates by Adam on the next example, and return the KL to the original before it, in nats per token."""

@@ -23,10 +23,10 @@ from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings, is_whole
 from ..plots import render_report
 from .encoder import EmbeddingScores, read_encoder_rows
-from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, read_twice, row_length
+from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, once_and_twice, read_twice, row_length
 from .sizes import LayerSizes, sizes_of_conversion
 from .steps import check_learning, check_report, is_number, parse_share
-from .teacher import is_encoder, log_probabilities, mean_kl, mhla_layers, softmax_instead
+from .teacher import is_encoder, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
 logger = logging.getLogger("mhla_hf")
@@ -276,29 +276,31 @@ class TeacherScores:
         # Evenly spaced positions; the last token has no next one.
         self.positions = torch.arange(rows[0].shape[1] - 1)[:: -(-(rows[0].shape[1] - 1) // MEASURED_POSITIONS)]
         with torch.no_grad(), softmax_instead(model):
-            self.expected = [log_probabilities(model, ids, self.positions).half() for ids in rows]
-            self.scores = self.absolute_scores(model, self.expected)
+            predicted, self.scores = self.predict(model)
+            self.expected = [x.half() for x in predicted]
 
     @torch.no_grad()
     def compare(self, model: Any) -> dict[str, float]:
         """Return the scores of the model as it is now, and "kl", its KL to the original in nats per token."""
-        predicted = [log_probabilities(model, ids, self.positions) for ids in self.rows]
+        predicted, scores = self.predict(model)
         pairs = zip(self.expected, predicted, strict=True)
         kl = sum(float(mean_kl(expected.float(), x)) for expected, x in pairs) / len(predicted)
-        return {"kl": round(kl, 4), **self.absolute_scores(model, predicted)}
+        return {"kl": round(kl, 4), **scores}
 
-    def absolute_scores(self, model: Any, predicted: list[torch.Tensor]) -> dict[str, float]:
-        """Compute the scores of a model from its log-probabilities at `positions`, and by running it on rows read twice."""
-        losses, recalls = [], []
-        for ids, predicted_row in zip(self.rows, predicted, strict=True):
-            next_ids = ids[:, self.positions + 1, None].to(predicted_row.device)  # [1, N, 1]
-            losses.append(-predicted_row.float().gather(-1, next_ids))
+    def predict(self, model: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Compute the log-probabilities at `positions` of each row, and the scores of a model."""
+        predicted, losses, recalls = [], [], []
+        for ids in self.rows:
             row = read_twice(model, ids)
-            positions = compared_positions(row.shape[1], True)
-            predicted_copy = log_probabilities(model, row, positions - 1)
-            recalls.append(predicted_copy.gather(-1, row[:, positions, None].to(predicted_copy.device)).mean())
+            copied = compared_positions(row.shape[1], True)
+            of_row, of_copy = once_and_twice(model, ids, self.positions, copied - 1)
+            predicted.append(of_row)
+            next_ids = ids[:, self.positions + 1, None].to(of_row.device)  # [1, N, 1]
+            losses.append(-of_row.gather(-1, next_ids))
+            recalls.append(of_copy.gather(-1, row[:, copied, None].to(of_copy.device)).mean())
         perplexity = torch.cat(losses, 1).mean().exp()
-        return {"perplexity": round(float(perplexity), 3), "recall": round(float(sum(recalls)) / len(recalls), 4)}
+        recall = float(sum(recalls)) / len(recalls)
+        return predicted, {"perplexity": round(float(perplexity), 3), "recall": round(recall, 4)}
 
 
 def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:

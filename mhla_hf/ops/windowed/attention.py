@@ -268,13 +268,17 @@ class NearAndFar(torch.autograd.Function):
             factor = far_factor(far, balance, total)
             d_far = torch.cat([factor * do_seen, -factor * (do_seen * o).sum(-1, keepdim=True)], -1)
             d_balance = (far * d_far).sum((0, -1))
-            window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
-            dq, dk, dv = softmax_backward(do_seen.to(q.dtype), q, *window, o.to(q.dtype), total, mask, scale)
-            dk, d_sink_k = scatter_windows(dk, k, sink_k, size)
-            dv, d_sink_v = scatter_windows(dv, v, sink_v, size)
-        grads = [dq, dk, dv, d_sink_k, d_sink_v, d_far, d_balance]
+            d_near: list[Tensor | None] = [None] * 5
+            if any(ctx.needs_input_grad[:5]):
+                window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
+                dq, dk, dv = softmax_backward(do_seen.to(q.dtype), q, *window, o.to(q.dtype), total, mask, scale)
+                dk, d_sink_k = scatter_windows(dk, k, sink_k, size)
+                dv, d_sink_v = scatter_windows(dv, v, sink_v, size)
+                d_near = [dq, dk, dv, d_sink_k, d_sink_v]
+        grads = [*d_near, d_far, d_balance]
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
-            grads = [DifferentiableOnce.apply(x, do, q, k, v, sink_k, sink_v, far, balance) for x in grads]
+            inputs = (do, q, k, v, sink_k, sink_v, far, balance)
+            grads = [None if x is None else DifferentiableOnce.apply(x, *inputs) for x in grads]
         return *grads, None, None, None
 
 
