@@ -157,10 +157,10 @@ BAD = {
     "no license": (lambda m, c: (c["teacher"] / "README.md").write_text("# A\n"), {}, "license: got none, and no card of"),
     "no seed": (lambda m, c: edit(m / "train.json", lambda j: j.pop("seed")), {}, "has no attribute 'seed'"),
     "base out of reach": (
-        keep, {"base_model": "a/base", "compared": {}}, "license: got none, and no card of a/base states one"),
-    "another license": (keep, {"license": "mit"}, "license: got 'mit', expected 'afl-3.0' as stated by"),
-    "name": (keep, {"name": "../toy"}, "card: Repo id must"),
-    "base is a path": (keep, {"base_model": "tests"}, "base_model: got the local path 'tests', expected"),
+        lambda m, c: None, {"base_model": "a/base", "compared": {}}, "license: got none, and no card of a/base states one"),
+    "another license": (lambda m, c: None, {"license": "mit"}, "license: got 'mit', expected 'afl-3.0' as stated by"),
+    "name": (lambda m, c: None, {"name": "../toy"}, "card: Repo id must"),
+    "base is a path": (lambda m, c: None, {"base_model": "tests"}, "base_model: got the local path 'tests', expected"),
 }  # fmt: skip
 
 
