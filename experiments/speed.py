@@ -57,7 +57,7 @@ def measure_passes(models: Mapping[str, Any], length: int, trains: bool = False)
     for _ in range(max(2, min(ROUNDS, 10_000 // length)) + 1):
         for name, model in models.items():
             ids = random_ids(model, length, 1)
-            model.requires_grad_(trains).zero_grad()  # what is frozen in one model alone would take another kernel
+            model.requires_grad_().zero_grad()  # as loaded: what is frozen takes other, slower kernels on a CPU
             started = time.perf_counter()
             with torch.set_grad_enabled(trains):
                 if trains:

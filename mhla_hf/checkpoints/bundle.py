@@ -71,7 +71,9 @@ def make_source(entry: str) -> tuple[str, str]:
 
 
 def check_bundle(text: str) -> dict[str, str]:
-    """Verify a bundle's hash, and return "format", "entry", "version" and "sha256" (12 digits, the namespace) of its header.
+    """Verify a bundle's hash, and return its header: "format", "entry", "version", and "sha256".
+
+    "sha256" has 12 hex digits, which are also the `NAMESPACE` of the bundle (`ops/namespace.py`).
 
     Raise ValueError if there is no header, the format is newer than this package supports, or the text was changed.
     """

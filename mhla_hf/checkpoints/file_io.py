@@ -219,7 +219,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: got invalid JSON, expected a JSON object ({error}).") from None
+        raise ValueError(f"{path}: expected a JSON object ({error}).") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON object.")
     return content

@@ -124,7 +124,7 @@ def replace_unprintable() -> None:
 
 
 def describe_error(error: BaseException, flags: Mapping[str, str] | None = None) -> str:
-    """Describe an error in one line; an argument at its beginning becomes its flag."""
+    """Describe an error in one line. If the message begins with an argument, the command's flag takes its place."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"

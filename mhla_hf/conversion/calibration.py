@@ -65,7 +65,7 @@ def check_samples(model: Any, samples: Any) -> None:
     if kinds not in ({str}, {int}) or not hasattr(model, "components"):
         raise TypeError(
             f"samples: got {type(samples).__name__} with {type(model).__name__}, expected a list of prompts or of class "
-            "labels with a pipeline, images with a vision model, or a function of a torch.Generator that samples."
+            "labels with a pipeline, images with a vision model, or a function that samples, given a torch.Generator."
         )
     name, parameters = type(model).__name__, inspect.signature(type(model).__call__).parameters
     required = {key for key, x in parameters.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
@@ -75,7 +75,7 @@ def check_samples(model: Any, samples: Any) -> None:
             expected = f"labels below {num_classes}" if "class_labels" in parameters else "prompts"
             raise ValueError(f"samples: got {samples!r:.40} with {name}, expected {expected}.")
     elif "prompt" not in parameters or required - {"self", "prompt"} or any(word in name for word in EDITING):
-        expected = "class labels" if "class_labels" in required else "a function of a torch.Generator that samples"
+        expected = "class labels" if "class_labels" in required else "a function that samples, given a torch.Generator"
         raise ValueError(f"samples: got prompts with {name}, expected {expected}.")
 
 

@@ -140,7 +140,7 @@ class OutputFit:
 
 
 def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Let the bias of each feature map cancel the mean of its inputs: real q and k before RoPE are mostly a constant."""
+    """Set the bias of each feature map to cancel its mean input, which dominates q and k before RoPE in trained models."""
     for feature_map, x in ((core.q_map, q), (core.k_map, k)):
         if hasattr(feature_map, "bias"):
             mean = x.float().mean((0, 1))  # [H or G, K]

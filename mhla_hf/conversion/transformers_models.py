@@ -172,7 +172,7 @@ def family_to_convert(model_type: str) -> Family:
 def choose_convertible(
     settings: MHLASettings, config: Any, attentions: dict[int, Any], both_ways: bool
 ) -> list[int] | tuple[int, ...]:
-    """Choose the layers that become MHLA, among those whose attention MHLA can replace; "2/3" counts only these."""
+    """Choose the layers to convert among those that MHLA can replace; with "2/3", every third of these stays softmax."""
     checked = {index: reason_to_keep_softmax(attention, config, both_ways) for index, attention in attentions.items()}
     reasons = {index: reason for index, reason in checked.items() if reason}
     convertible = [index for index in sorted(attentions) if index not in reasons]

@@ -165,19 +165,22 @@ def make_recall(
     folder: str | Path, tokenizer: Any, *, lengths: Sequence[int], depths: Sequence[int] = (0, 25, 50, 75, 100),
     items: int = 20, seed: int = 0, text: str | None = None, tasks: Sequence[str] = tuple(TASKS),
 ) -> list[str]:  # fmt: skip
-    """Write the tasks of some lengths for lm-eval's `--include_path`, and return their names.
+    """Write recall tasks (facts hidden in a text, and questions about them) as YAML files for lm-eval's `--include_path`.
 
     The same arguments give the same bytes.
 
     Args:
         folder: A folder to create, or an empty one.
         tokenizer: A transformers tokenizer, which defines lengths in tokens.
-        lengths: Largest numbers of tokens of a question with its answer.
-        depths: Places of the facts in percent of the text. Each text has one fact at each, and a question about each.
-        items: Number of texts, that is, of questions at each depth.
+        lengths: Largest numbers of tokens of a prompt (text and question) with its answer; each has its own tasks.
+        depths: Positions of the facts in percent of the text. Each text has one fact, and one question, per depth.
+        items: Number of texts per length and kind of fact, which is the number of questions per depth.
         seed: Random seed.
         text: Text between whose lines the facts stand (default: filler).
         tasks: Which of `TASKS`.
+
+    Returns:
+        The names of the tasks, such as "codes_recall_4096".
 
     Raises:
         ValueError: A length is too short, or the tokenizer has too few words.

@@ -151,7 +151,10 @@ def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subjec
 
 
 def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
-    """Check a model and its results file; without `target`, that is the one in the model's folder."""
+    """Check a model and its results file, and return its `Subject`.
+
+    If `target` is None, a local folder uses its own results file; a Hub id or a loaded model has none.
+    """
     dtype = args.dtype
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():

@@ -1,4 +1,4 @@
-"""What is private in transformers or differs between its releases. A release may also lack a model type."""
+"""Wraps private APIs of transformers, differences between its releases, and model types that a release does not have."""
 
 import contextlib
 import functools

@@ -35,10 +35,10 @@ SoftmaxFunction = Callable[..., torch.Tensor]
 
 
 class TextTokens(NamedTuple):
-    """Heads of the S tokens of a text, rotated if the model rotates them, and what is hidden from whom.
+    """Queries, keys, and values of S text tokens, with RoPE if the model has it, and two attention masks.
 
-    `mask` [B, 1, 1, S] is bool or added to the scores of the queries of the grid. `full_mask` [B, 1, 1 or S, S + T] is the
-    same for the queries of the text and all keys, those of the text first.
+    Masks are bool (True: visible) or added to the scores. `mask` [B, 1, 1, S] is for queries of the grid and keys of the
+    text; `full_mask` [B, 1, 1 or S, S + T] is for queries of the text and all keys, those of the text first.
     """
 
     q: torch.Tensor

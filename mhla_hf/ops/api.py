@@ -155,8 +155,8 @@ def choose_implementation(
 ) -> str:
     """Resolve "auto" to "torch" or "triton", and log each choice the first time it is made.
 
-    `small_call` decides whether the kernels can be trusted on the device of q; see `kernel_fault`. Raises ValueError if
-    `impl` is "triton" and the kernels cannot run.
+    For "auto", `kernel_fault` compares the kernels with fp64 on `small_call`, once per device. Raises ValueError if `impl`
+    is "triton" and the kernels cannot run.
     """
     if impl not in ("auto", "triton"):
         return impl

@@ -244,7 +244,9 @@ def load_adapter(
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model already has, expected another name.")
     parts = {part for name in weights for part in name.split(".")}  # PEFT puts the adapter's name among them
     if "." in adapter_name or adapter_name in parts:
-        raise ValueError(f"adapter_name: got {adapter_name!r}, expected a name without a dot that no module has.")
+        raise ValueError(
+            f"adapter_name: got {adapter_name!r}, expected one without a dot that is no part of a module's name."
+        )
     base: Any = model if peft_model is None else peft_model.get_base_model()
     if not hasattr(getattr(base, "config", None), "model_type"):
         expected = "a language model of transformers or its PeftModel"

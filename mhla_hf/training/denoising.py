@@ -41,7 +41,10 @@ def make_arguments(
 
 
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Call a diffusion transformer, and return its first output in fp32. `constants` keep their dtypes."""
+    """Call a diffusion transformer, and return its first output in fp32.
+
+    Floating-point arguments except `timestep` are cast to the model's dtype; `constants` are passed unchanged.
+    """
     casts = {
         key: value.to(transformer.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
         for key, value in arguments.items()

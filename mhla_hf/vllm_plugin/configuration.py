@@ -44,7 +44,9 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
                 raise ValueError(f"{name}: got {getattr(parallel, name)} for a model with MHLA layers, expected 1.")
         check_tensor_parallel(parallel.tensor_parallel_size, vllm_config.model_config.hf_config)
         if vllm_config.lora_config is not None:
-            raise ValueError("enable_lora: got True for a model with MHLA layers, expected an adapter that is merged.")
+            raise ValueError(
+                "enable_lora: got True for a model with MHLA layers, expected False: merge the adapter into the weights."
+            )
         for name in ("speculative_config", "kv_transfer_config"):
             if getattr(vllm_config, name) is not None:
                 raise ValueError(f"{name}: got a value for a model with MHLA layers, expected None.")

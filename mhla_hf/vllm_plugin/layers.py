@@ -22,9 +22,9 @@ OPERATOR = "mhla_attention"
 
 
 class StatePage(MambaBase):
-    """What vLLM allocates pages for: the state of some KV heads of a layer.
+    """The state of some KV heads of a layer, for which vLLM allocates pages.
 
-    `pages_per_layer` is that of a layer of MHLA heads alone, by which vLLM's padding is divided.
+    vLLM computes the padding of a whole layer; `pages_per_layer`, the pages of a layer without softmax heads, divides it.
     """
 
     def __init__(self, layout: PageLayout, pages_per_layer: int):
@@ -48,7 +48,7 @@ class StatePage(MambaBase):
         return MambaAttentionBackendEnum.LINEAR
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """Return the specification of the pages, padded to the size of a page of keys and values."""
+        """Return vLLM's specification; its padded size is that of a whole layer, so it is divided by `pages_per_layer`."""
         spec: Any = super().get_kv_cache_spec(vllm_config)
         if spec.page_size_padded is None:
             return spec

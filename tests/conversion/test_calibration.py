@@ -141,7 +141,7 @@ def tower(samples, device="cpu"):
     return mhla_hf.convert(softmax_tower("ViTModel").to(device), samples=samples)
 
 
-EDIT = "got prompts with FluxKontextPipeline, expected a function of a torch.Generator"
+EDIT = "got prompts with FluxKontextPipeline, expected a function that samples, given a torch.Generator"
 CACHE = "model: got Flux2KVAttnProcessor in layer 0, expected one without a cache of reference images"
 REFUSED = {
     "a language model": (lambda: mhla_hf.convert(softmax_model(), samples=["a"]), "samples: got some for Llama"),

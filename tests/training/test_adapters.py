@@ -96,8 +96,8 @@ def test_bad_input(saved, tmp_path):
     for source, name, said in (
         (tmp_path, "default", "which has no mhla.json, expected"),
         ("nobody/nothing", "default", "source: got 'nobody/nothing', expected a folder or an adapter"),
-        (saved, "v1.0", "adapter_name: got 'v1.0', expected a name without a dot that no module has."),
-        (saved, "mhla", "adapter_name: got 'mhla', expected a name without a dot that no module has."),
+        (saved, "v1.0", "adapter_name: got 'v1.0', expected one without a dot that is no part of a module's name."),
+        (saved, "mhla", "adapter_name: got 'mhla', expected one without a dot that is no part of a module's name."),
         (saved, "keys", f"source: got '{saved}', expected an adapter that fits LlamaForCausalLM ("),  # of ModuleDict
     ):
         with refused(said):

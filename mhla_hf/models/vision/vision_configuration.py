@@ -128,7 +128,7 @@ class MHLAVisionConfig(PreTrainedConfig):
                 layout = stage.get("layout") or [1, 1]
                 has_keys = set(STAGE_KEYS[:3]) <= set(stage) <= set(STAGE_KEYS)
                 if not (has_keys and is_layout(layout) and len(layout) == 2):
-                    expected = f"the keys {list(STAGE_KEYS)}, the last with blocks per row and column"
+                    expected = f'the keys {list(STAGE_KEYS[:3])}, and perhaps "layout", blocks along height and width'
                     raise ValueError(f"stages: got {stage!r}, expected {expected}.")
             self.hidden_size = self.stages[-1]["hidden_size"]
             self.num_attention_heads = self.stages[-1]["num_heads"]

@@ -44,7 +44,7 @@ def as_tokens(image: torch.Tensor) -> torch.Tensor:
 
 
 def make_stem(config: MHLAVisionConfig, width: int) -> nn.Sequential:
-    """Make what embeds an image, [B, channels, height, width] -> [B, C, rows, columns].
+    """Build the stem (patch embedding), [B, channels, height, width] -> [B, C, rows, columns].
 
     "patch" is one convolution of non-overlapping patches. "conv" is four 3x3 convolutions with BatchNorm, two of them with
     stride 2: a quarter of the height and width, rounded up.

@@ -73,7 +73,7 @@ def dot(a, b, DOT: constexpr):
 @kernel
 @no_type_check
 def program_of(num_lane_tiles, num_parts, num_blocks, num_heads):
-    """Return the tile of lanes, the part of a block, the block, the head, and the batch row that this program computes."""
+    """Return the indices of this program: tile along a width, part of a block's tokens, block, head, and batch row."""
     program = tl.program_id(0)
     item = program // num_lane_tiles // num_parts
     head = (item // num_blocks % num_heads).to(tl.int64)

@@ -97,7 +97,7 @@ def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[st
 
 
 def block_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
-    """List the tile sizes to try for products of mixing and summaries; the rule depends on the dtype only."""
+    """List the tile sizes to try for products of mixing and summaries, the default first; they depend on the dtype only."""
     width = 128 if constants["DOT"] == "bf16" else 64
     if INTERPRETED:  # which takes the same time for a tile of any size
         width = 2048

@@ -178,7 +178,10 @@ def with_valid(run: BlockRun) -> BlockRun:
 
 
 def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tensor:
-    """Compute the outputs of a run [B, T, H, V] from the running sums [B, G, M, R, K, V + 1] that its blocks read."""
+    """Return the outputs [B, T, H, V] of a `BlockRun`: softmax over the window, merged with the far part.
+
+    `far_sums` [B, G, M, R, K, V + 1] are the sums of earlier blocks that each block reads.
+    """
     q, k, v, q_features, _, balance, options, *_ = run.inputs
     size, window, num_blocks = options.block_size, options.window, run.block_index.shape[1]
     num_tokens, length, dtype = q.shape[1], num_blocks * size, v.dtype

@@ -236,15 +236,16 @@ def fill_state(
     cos_sin: Tensor,
 ) -> None:
     """Put T tokens of every row into an empty state, in place, T at most that of the window: nothing is far from them."""
-    num_tokens, size, before = k.shape[1], options.block_size, state.position.clone()
-    count, num_blocks = torch.full_like(before, num_tokens), (num_tokens + size - 1) // size
-    layout = TokenLayout(before, count, num_tokens, before, num_blocks, size, 0, k.device, options.sinks)
-    valid = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    held_k, held_v = state.k.transpose(1, 2), state.v.transpose(1, 2)
-    for held, new in ((held_k, k), (held_v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
-        layout.keep(held, new)
+    num_tokens, sinks = k.shape[1], options.sinks
+    for tokens in (slice(0, min(sinks, num_tokens)), slice(sinks, num_tokens)):
+        slots = tokens if not tokens.start else slice(2 * sinks, sinks + num_tokens)  # see `ring_slot`
+        if tokens.start < num_tokens:
+            state.k[:, :, slots] = k[:, tokens].transpose(1, 2)
+            state.v[:, :, slots] = v[:, tokens].transpose(1, 2)
+            state.cos_sin[:, slots] = cos_sin[:, tokens]
+            state.valid[:, slots] = True
     state.position.add_(num_tokens)
-    if num_blocks >= options.window:  # else no token has to be summed yet
+    if num_tokens > (options.window - 1) * options.block_size:  # else no token has to be summed yet
         state.refresh_pending(map_keys, options)
 
 

@@ -302,5 +302,5 @@ def read_prompts(data: Any) -> list[str] | None:
     if not isinstance(data, (list, tuple)):
         return None
     if not data or any(not isinstance(prompt, str) for prompt in data):
-        raise ValueError(f"data: got {data!r:.80}, expected prompts, at least one, all texts.")
+        raise ValueError(f"data: got {data!r:.80}, expected a nonempty list of strings, one per prompt.")
     return list(data)

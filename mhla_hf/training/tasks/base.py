@@ -154,7 +154,8 @@ class Objective(nn.Module):
             leaves, structure = tree_flatten((args, kwargs))
             is_float = [torch.is_tensor(x) and x.is_floating_point() for x in leaves]
             leaves = [x.to(dtype) if cast else x for x, cast in zip(leaves, is_float, strict=True)]
-            if isinstance(attention, FSDPModule):  # which is resharded once its input has a gradient
+            if isinstance(attention, FSDPModule):
+                # FSDP2 reshards a module in the backward pass of its inputs, so one of them must require a gradient.
                 index = is_float.index(True)
                 leaves[index] = leaves[index].detach().requires_grad_()
             args, kwargs = tree_unflatten(leaves, structure)

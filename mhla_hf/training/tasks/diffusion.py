@@ -124,7 +124,7 @@ class DiffusionTask(Task[DiffusionStage]):
             load_weights(getattr(self.returned, component), folder, component)
 
     def check(self, stages: Sequence[DiffusionStage]) -> None:
-        """Also check that families and channels match, and set `condition_names`, `fixed_size`, and `reads_calls`."""
+        """Also check that families and channels match, and set what the data have, such as `condition_names`."""
         models = [self.student] if self.teacher is None else [self.student, self.teacher]
         families = [family_of(model) if is_of_diffusers(model) else None for model in models]
         for argument, model, family in zip(("student", "teacher"), models, families, strict=False):
@@ -207,7 +207,7 @@ class DiffusionTask(Task[DiffusionStage]):
         return lambda stage, seed: sample_images(pipeline, component, self.student, stage, arguments, seed)
 
     def _preview_arguments(self, source: Any) -> dict[str, Any]:
-        """Return arguments of the pipeline for the first row of the data, of latents its class or prompt."""
+        """Return the pipeline arguments for the first row of the data; for latents, the class or prompt stored with them."""
         if source.arguments is not None:
             return dict(source.arguments.rows[0])
         if source.latents is None:
