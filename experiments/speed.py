@@ -31,7 +31,7 @@ from mhla_hf.plots import COLORS, PALETTE, drawing
 from .rows import Row, describe_setup, make_parser, markdown, parse_call
 
 LENGTHS, BATCHES = (512, 8192, 32768), (1, 16)
-PREFILL, TRAINING = (256, 512, 1024, 2048, 4096, 8192), (512, 2048, 4096)
+PREFILL, TRAINING = (256, 512, 1024, 2048, 4096, 8192), (512, 2048)
 STEPS = 8  # tokens decoded per round
 ROUNDS = 4  # the fastest counts
 PREFILLED = 512  # tokens in a cache that a model has read; the others are random

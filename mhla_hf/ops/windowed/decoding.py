@@ -178,6 +178,8 @@ def continue_windowed(
     if q.shape[1] == 1 and not fresh:
         with torch.autocast(q.device.type, enabled=False):
             return windowed_step(inputs, map_keys, state, cos_sin)
+    if fresh and starts is None and key_mask is None and not torch.compiler.is_compiling():
+        return attend_from_start(inputs, map_keys, state, cos_sin)
     size = options.block_size
     num_tokens = q.shape[1]
     before = state.position.clone()
@@ -190,18 +192,10 @@ def continue_windowed(
     layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, options.sinks)
     held_k, held_v = state.k.transpose(1, 2), state.v.transpose(1, 2)
     valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
-    in_place = fresh and starts is None and key_mask is None  # whole sequences from their start
-    if not in_place:
-        valid = layout.place_keys(state.valid, valid) & layout.filled
-        k, v = layout.place_keys(held_k, k), layout.place_keys(held_v, v)
-        cos_sin = layout.place_keys(state.cos_sin, cos_sin)
-        q = layout.place_queries(q)
-        q_features = layout.place_queries(q_features)
-    first_far, end = far_range(num_tokens, options)
-    if in_place and inputs.balance is not None and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        q_features = q_features[:, first_far - num_tokens + q_features.shape[1] :]  # if it has not begun there already
-    end = k.shape[1] if q_features.shape[1] == q.shape[1] else end
-    k_features = map_keys(k[:, :end], cos_sin[:, :end])
+    valid = layout.place_keys(state.valid, valid) & layout.filled
+    k, v, cos_sin = (layout.place_keys(*x) for x in ((held_k, k), (held_v, v), (state.cos_sin, cos_sin)))
+    q, q_features = (layout.place_queries(x) for x in (q, q_features))
+    k_features = map_keys(k, cos_sin)
     past = sink_tokens = None
     first_queries = 0
     if not fresh:
@@ -216,15 +210,57 @@ def continue_windowed(
         sinks = slice(0, options.sinks)
         sink_tokens = SinkTokens(held_k[:, sinks], held_v[:, sinks], state.valid[:, sinks])
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
-    keys = None if in_place else valid
-    run = BlockRun(inputs, k_features, layout.blocks, keys, None, sink_tokens, past, first_queries)
+    run = BlockRun(inputs, k_features, layout.blocks, valid, None, sink_tokens, past, first_queries)
     with torch.autocast(q.device.type, enabled=False):
         o, running = attend_run(run, (before + num_new - 1).clamp(min=0) // size)
     assert running is not None  # `attend_run` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
         state.refresh_pending(map_keys, options)
-    return o if in_place else layout.take_back(o)
+    return layout.take_back(o)
+
+
+def attend_from_start(inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: Tensor) -> Tensor:
+    """Compute `continue_windowed` for whole sequences from their start, where nothing has to be moved."""
+    q, k, v, q_features, _, balance, options, *_ = inputs
+    num_tokens, size = q.shape[1], options.block_size
+    first_far, end = far_range(num_tokens, options)
+    if balance is not None and not torch.is_grad_enabled():
+        q_features = q_features[:, first_far - num_tokens + q_features.shape[1] :]  # if it has not begun there already
+    end = num_tokens if q_features.shape[1] == num_tokens else end
+    k_features = map_keys(k[:, :end], cos_sin[:, :end])
+    write_from_start(k, v, cos_sin, state, options)
+    blocks = torch.arange((num_tokens + size - 1) // size, device=q.device)[None]
+    with torch.autocast(q.device.type, enabled=False):
+        run = BlockRun(inputs._replace(q_features=q_features), k_features, blocks)
+        o, running = attend_run(run, (state.position - 1) // size)
+    assert running is not None  # `attend_run` returns sums for an end block
+    with torch.no_grad():
+        state.running.copy_(running.mT)
+        state.refresh_pending(map_keys, options)
+    return o
+
+
+@torch.no_grad()
+def write_from_start(k: Tensor, v: Tensor, cos_sin: Tensor, state: WindowedState, options: WindowedOptions) -> None:
+    """Put T tokens of every row into an empty state, in place, but for its sums."""
+    num_tokens, sinks = k.shape[1], options.sinks
+    ring = state.k.shape[2] - sinks
+    oldest = max(sinks, num_tokens - ring)  # token in the ring
+    turn = (oldest // ring + 1) * ring  # the next token that is written into the first slot of the ring
+    spans = (
+        (0, min(sinks, num_tokens), 0),
+        (oldest, min(turn, num_tokens), sinks + oldest % ring),
+        (turn, num_tokens, sinks),
+    )
+    for begin, end, slot in spans:
+        if begin < end:
+            tokens, slots = slice(begin, end), slice(slot, slot + end - begin)
+            state.k[:, :, slots] = k[:, tokens].transpose(1, 2)
+            state.v[:, :, slots] = v[:, tokens].transpose(1, 2)
+            state.cos_sin[:, slots] = cos_sin[:, tokens]
+            state.valid[:, slots] = True
+    state.position.add_(num_tokens)
 
 
 def fill_state(
@@ -236,16 +272,8 @@ def fill_state(
     cos_sin: Tensor,
 ) -> None:
     """Put T tokens of every row into an empty state, in place, T at most that of the window: nothing is far from them."""
-    num_tokens, sinks = k.shape[1], options.sinks
-    for tokens in (slice(0, min(sinks, num_tokens)), slice(sinks, num_tokens)):
-        slots = tokens if not tokens.start else slice(2 * sinks, sinks + num_tokens)  # see `ring_slot`
-        if tokens.start < num_tokens:
-            state.k[:, :, slots] = k[:, tokens].transpose(1, 2)
-            state.v[:, :, slots] = v[:, tokens].transpose(1, 2)
-            state.cos_sin[:, slots] = cos_sin[:, tokens]
-            state.valid[:, slots] = True
-    state.position.add_(num_tokens)
-    if num_tokens > (options.window - 1) * options.block_size:  # else no token has to be summed yet
+    write_from_start(k, v, cos_sin, state, options)
+    if k.shape[1] > (options.window - 1) * options.block_size:  # else no token has to be summed yet
         state.refresh_pending(map_keys, options)
 
 
