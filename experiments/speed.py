@@ -32,6 +32,7 @@ from .rows import Row, describe_setup, make_parser, markdown, parse_call
 
 LENGTHS, BATCHES = (512, 8192, 32768), (1, 16)
 PREFILL, TRAINING = (256, 512, 1024, 2048, 4096, 8192), (512, 2048)
+MAX_TOKENS = 100_000  # in the caches of a batch; beyond, softmax takes many minutes
 STEPS = 8  # tokens decoded per round
 ROUNDS = 4  # the fastest counts
 PREFILLED = 512  # tokens in a cache that a model has read; the others are random
@@ -214,6 +215,8 @@ def run(args: argparse.Namespace, command: str, sizes: Mapping[str, Any] = SMOLL
     for model in models.values():
         model.requires_grad_(False).zero_grad()
     for batch, length in itertools.product(args.batches, args.lengths):
+        if batch * length > MAX_TOKENS:
+            continue
         record["rows"].append({"length": length, "batch": batch, **measure_decoding(models, length, batch)})
         print(record["rows"][-1], flush=True)
         write_json(args.out, record)
