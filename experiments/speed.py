@@ -196,7 +196,7 @@ def draw_speed(record: Mapping[str, Any], path: PathLike) -> None:
         axis.set_xticks(ticks, [f"{x:,}" for x in ticks], rotation=30)
         axis.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
         axis.set_title("Times as fast as softmax, by tokens")
-        axis.legend()
+        axis.legend(loc="upper left")
 
 
 def run(args: argparse.Namespace, command: str, sizes: Mapping[str, Any] = SMOLLM2, **settings: Any) -> dict[str, Any]:
