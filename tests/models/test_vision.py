@@ -163,7 +163,7 @@ CALLS = [
     (lambda: preset(hidden_size=30, positions="rope"), "num_attention_heads: got 3, expected a divisor"),
     (lambda: preset(stem="conv"), "patch_size: got 2, expected 4"),
     (lambda: preset(stages=[{"hidden_size": 16}]), "stages: got {'hidden_size': 16}, expected the keys"),
-    (lambda: preset(stages=[STAGE | {"layout": [4, 0]}]), "with blocks per row and column"),
+    (lambda: preset(stages=[STAGE | {"layout": [4, 0]}]), "blocks along height and width"),
     (lambda: preset(mhla={"layout": None}), "layout: got None, expected 2 counts of blocks"),
     (lambda: small_classifier(pad_to_blocks=False)(images(1, 33, 32, 1)), "33 x 32 pixels, expected multiples"),
     (lambda: small_classifier()(images(2)[0]), "pixel_values: got shape (3, 32, 32), expected [B, 1, height, width]"),
