@@ -41,7 +41,6 @@ def convert(
     """Turn a pretrained softmax model, or the transformers of a pipeline, into MHLA models in place.
 
     The base's weights keep their values and names; converted layers get new ones, `mhla.*`, in their attention or processor.
-
     With `text`, a causal language model or text encoder is ready for use afterwards: its MHLA heads learn the outputs of
     their softmax originals, and the KV heads whose softmax a language model needs most keep it. Without `text`, such a model
     reads little beyond its softmax window, and needs training (`mhla_hf.distill`), as does every other model except Sana,
@@ -63,8 +62,7 @@ def convert(
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
             Default: 1/6. Not for encoders, which have no cache. With `samples`, how many of the converted layers get softmax
-            back: those whose conversion changes the output most. Default: as many as the family's default `layers` leave,
-            or none if `settings` or `layers` are given.
+            back: those that change the output most. Default: the family's number; none if `settings` or `layers` is given.
         context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; before those of `settings`.
             Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
@@ -80,10 +78,10 @@ def convert(
     Raises:
         TypeError, ValueError: An argument is not valid. After any exception and Ctrl-C, the model is as it was.
     """
-    models = transformers_of(model) if hasattr(model, "components") else [model]
-    modules = [x for x in models if isinstance(x, torch.nn.Module)]
+    parts = transformers_of(model) if hasattr(model, "components") else [model]
+    modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     learning: dict[str, Any] = {"keep": keep, "effort": effort, "seed": seed, "progress": progress}
-    unused = {"context": context, "checkpoint": checkpoint}
+    unused: dict[str, Any] = {"context": context, "checkpoint": checkpoint}
     with torch.inference_mode(False), converting(modules):  # which also enables gradients under torch.no_grad
         if samples is not None:
             check_unused("along with samples", text=text, **unused)
@@ -95,8 +93,7 @@ def convert(
                 check_writable(checkpoint, "checkpoint")
             from .language import convert_with_text  # imports the data modules
 
-            learning |= unused
-            return convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning)
+            return convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning, **unused)
         check_unused("without text or samples", keep=keep, **unused)
         if is_of_diffusers(model):
             from .diffusers_models import check_conversion, convert_checked  # imports diffusers

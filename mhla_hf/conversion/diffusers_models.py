@@ -52,7 +52,7 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
 
 
 def convert_checked(model: Any, checked: list[tuple[Any, Family, MHLASettings]]) -> None:
-    """Convert the transformers of a pipeline, or the one that `model` is, in place."""
+    """Convert in place: a single transformer, or those of a pipeline."""
     if not hasattr(model, "components"):
         logger.warning("convert: a pipeline that holds this transformer needs `pipe.transformer = model` to save it.")
     for transformer, family, settings in checked:

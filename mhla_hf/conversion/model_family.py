@@ -30,7 +30,7 @@ def note_classes(model: Any) -> None:
     if hasattr(model, "components"):
         for name in TRANSFORMERS:
             if getattr(model, name, None) is not None:
-                setattr(model, name, getattr(model, name))
+                setattr(model, name, getattr(model, name))  # a pipeline records the class of what is set
 
 
 def is_of_diffusers(model: Any) -> bool:

@@ -12,7 +12,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ..nn.features import FeatureMap
 from ..nn.settings import MHLASettings
@@ -24,7 +23,6 @@ from ..ops.windowed.decoding import (
     WindowedState,
     attend_token,
     continue_windowed,
-    fill_state,
     plan_step,
 )
 from ..ops.windowed.fused_softmax import make_mask
@@ -188,7 +186,7 @@ class DecodeBatch(NamedTuple):
             if PyTorch computes the step; then the host knows the lists below, and the mask [N, 1, 1, S] is given.
         mask: See `make_mask`.
         first: Rows whose request has no earlier token.
-        opening: Rows whose token is the first of a block, and the last block to leave the window was a block ago or earlier.
+        opening: Rows whose token is the first of a block, so that an earlier block leaves the window.
     """
 
     position: torch.Tensor
@@ -293,18 +291,13 @@ class PagedAttention:
         q, k, v, and q_features are as in `decode`, with T for N; cos_sin [T, 1, A] is of the new tokens.
         """
         pool, options = self.pool, self.options
+        if start and len(q) == 1:
+            return self.decode(q, k, v, q_features, pages, self.plan(torch.tensor([start], device=q.device), q, k, v))
         if start == 0:
             pool.clear(pages)
         state = self.read_state(pages, torch.full((1,), start, device=q.device))
         q, k, v, q_features, cos_sin = (x[None] for x in (q, k, v, q_features, cos_sin))
-        if start == 0 and self.balance is not None and q.shape[1] <= options.window * options.block_size:
-            near_q, near_k, near_v = (x.transpose(1, 2) for x in (q, k, v))  # nothing is far
-            o = F.scaled_dot_product_attention(
-                near_q, near_k, near_v, is_causal=True, scale=options.scale, enable_gqa=True
-            ).transpose(1, 2)
-            fill_state(k, v, self.map_keys, state, options, cos_sin)
-        else:
-            inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
-            o = continue_windowed(inputs, self.map_keys, state, fresh=start == 0, cos_sin=cos_sin)
+        inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
+        o = continue_windowed(inputs, self.map_keys, state, fresh=start == 0, cos_sin=cos_sin)
         pool.put(pages, running=state.running, pending=state.pending, k=state.k, v=state.v)
         return o[0]

@@ -30,7 +30,7 @@ from tools.tiny_pipelines import PIPELINES, generate, inputs, tiny_transformer
 import mhla_hf
 from mhla_hf import MHLAWanTransformer3DModel
 from mhla_hf.models.diffusion.inputs import find_self_attentions
-from mhla_hf.models.diffusion.processor import holds_mhla
+from mhla_hf.models.diffusion.processor import holds_mhla, warn_of_backend
 
 
 def converted(family="wan", num_layers=None, **settings):
@@ -160,10 +160,14 @@ print(json.dumps(refused))
 """
 
 
+SAGE_WARNING = "mhla_hf: attention backend 'sage' rounds queries to 8 bits; PyTorch computes the softmax beside a text."
+
+
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=() if one in QUICK_BACKENDS else SLOW) for one in JOINT_SIZES]
 )
-def test_the_softmax_beside_a_text_goes_through_the_attention_backend(family):
+def test_the_softmax_beside_a_text_goes_through_the_attention_backend(family, caplog):
+    warn_of_backend.cache_clear()
     model, softmax, inside, flash = converted(family, layers="all"), F.scaled_dot_product_attention, [], []
     for attention in find_self_attentions(model):  # some models have a softmax elsewhere, too
         attention.register_forward_pre_hook(lambda *args: inside.append(True))
@@ -187,6 +191,7 @@ def test_the_softmax_beside_a_text_goes_through_the_attention_backend(family):
         for attention in find_self_attentions(model):  # as SageAttention, which cannot run here, would write it
             attention.processor._attention_backend = AttentionBackendName.SAGE
         assert torch.equal(run(model, family), expected)
+        assert [record.getMessage() for record in caplog.records].count(SAGE_WARNING) == 1
         model.reset_attention_backend()
         with attention_backend("_native_math"), mock.patch.object(F, "scaled_dot_product_attention", spy):
             flash.clear()

@@ -15,7 +15,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from torch import nn
 
-from ...nn.core import softmax_attention
+from ...nn.core import CORE_LOG, softmax_attention
 from ...nn.grid import rotate_both
 from ...nn.joint import TextTokens, split_grids
 from ..families import AttentionKind
@@ -24,6 +24,13 @@ from .inputs import attention_parts, project_heads, read_rotary
 
 # Of SageAttention. A tuple of members, because torch.compile cannot look into their names.
 EIGHT_BIT_BACKENDS = tuple(backend for backend in AttentionBackendName if "sage" in backend.value)
+
+
+@functools.cache
+def warn_of_backend(backend: AttentionBackendName) -> None:
+    """Say once per process that PyTorch takes the place of a backend."""
+    message = "mhla_hf: attention backend %r rounds queries to 8 bits; PyTorch computes the softmax beside a text."
+    CORE_LOG.warning(message, backend.value)
 
 
 class GridState(threading.local):
@@ -189,6 +196,8 @@ class TextGridAttnProcessor(GridAttnProcessor):
         """
         backend = self._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
         if backend in EIGHT_BIT_BACKENDS:
+            if not torch.compiler.is_compiling():
+                warn_of_backend(backend)
             return softmax_attention(q, k, v, mask=mask, scale=scale)
         return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=backend)
 

@@ -238,7 +238,7 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
 def make_forward(base: Any) -> Callable[..., Any]:
     """Wrap the forward of `base` so that it checks the MHLA processors first, and then runs with the grid of its latents."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
-    # torch.compile cannot read it from the class of models such as LTX's, which it is told not to trace.
+    # A local variable: torch.compile cannot read the forward of classes that it is told not to trace, such as LTX's.
     base_forward = base.forward
 
     @functools.wraps(base_forward)

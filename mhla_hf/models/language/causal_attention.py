@@ -105,7 +105,7 @@ class SoftmaxHeads(nn.Module):
 
 
 def selected_attention(config: Any, eager: Callable[..., Any]) -> Callable[..., Any]:
-    # A function of its own, because `calls_interface` would take `SoftmaxHeads.forward` for that of an attention module.
+    """Return the attention function that a configuration selects; in `SoftmaxHeads`, `calls_interface` would find it."""
     return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
 
 

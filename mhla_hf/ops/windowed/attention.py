@@ -60,7 +60,7 @@ class BlockRun:
         sequence_id: Int [M], the sequence of each block if several are packed, else None.
         sink_tokens: Sinks from a state; None to take the first tokens of each sequence.
         past: Running sums from a state; None if no tokens came before.
-        first_queries: Number of the first block that has queries of interest; outputs of earlier blocks are 0.
+        first_query_block: Index, among the M blocks, of the first one with queries; outputs of earlier blocks are 0.
     """
 
     inputs: WindowedInputs
@@ -70,7 +70,7 @@ class BlockRun:
     sequence_id: Tensor | None = None
     sink_tokens: SinkTokens | None = None
     past: PastSums | None = None
-    first_queries: int = 0
+    first_query_block: int = 0
 
 
 def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
@@ -197,7 +197,7 @@ def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tens
     if valid is not None:
         k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
 
-    outputs, first, mask = [], run.first_queries, None
+    outputs, first, mask = [], run.first_query_block, None
     if first:
         outputs.append(far_sums.new_zeros(len(q), first * size, q.shape[2], v.shape[-1]))
     compiling = torch.compiler.is_compiling()  # then one piece, so that one graph serves all lengths

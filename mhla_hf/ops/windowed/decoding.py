@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import divide_or_zero
@@ -197,11 +198,11 @@ def continue_windowed(
     q, q_features = (layout.place_queries(x) for x in (q, q_features))
     k_features = map_keys(k, cos_sin)
     past = sink_tokens = None
-    first_queries = 0
+    first_query_block = 0
     if not fresh:
         past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
         if q.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere, reading positions would cost more
-            first_queries = int((before // size - first_block).min())
+            first_query_block = int((before // size - first_block).min())
     with torch.no_grad():
         for held, laid_out in ((held_k, k), (held_v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
             layout.keep(held, laid_out)
@@ -210,20 +211,19 @@ def continue_windowed(
         sinks = slice(0, options.sinks)
         sink_tokens = SinkTokens(held_k[:, sinks], held_v[:, sinks], state.valid[:, sinks])
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
-    run = BlockRun(inputs, k_features, layout.blocks, valid, None, sink_tokens, past, first_queries)
-    with torch.autocast(q.device.type, enabled=False):
-        o, running = attend_run(run, (before + num_new - 1).clamp(min=0) // size)
-    assert running is not None  # `attend_run` returns sums for an end block
-    with torch.no_grad():
-        state.running.copy_(running.mT)
-        state.refresh_pending(map_keys, options)
-    return layout.take_back(o)
+    run = BlockRun(inputs, k_features, layout.blocks, valid, None, sink_tokens, past, first_query_block)
+    return layout.take_back(attend_and_keep_sums(run, map_keys, state))
 
 
 def attend_from_start(inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: Tensor) -> Tensor:
     """Compute `continue_windowed` for whole sequences from their start, where nothing has to be moved."""
     q, k, v, q_features, _, balance, options, *_ = inputs
     num_tokens, size = q.shape[1], options.block_size
+    if balance is not None and num_tokens <= options.window * size and not torch.is_grad_enabled():  # nothing is far
+        fill_state(k, v, map_keys, state, options, cos_sin)
+        near_q, near_k, near_v = (x.transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(near_q, near_k, near_v, is_causal=True, scale=options.scale, enable_gqa=True)
+        return o.transpose(1, 2)
     first_far, end = far_range(num_tokens, options)
     if balance is not None and not torch.is_grad_enabled():
         q_features = q_features[:, first_far - num_tokens + q_features.shape[1] :]  # if it has not begun there already
@@ -231,9 +231,14 @@ def attend_from_start(inputs: WindowedInputs, map_keys: KeyMap, state: WindowedS
     k_features = map_keys(k[:, :end], cos_sin[:, :end])
     write_from_start(k, v, cos_sin, state, options)
     blocks = torch.arange((num_tokens + size - 1) // size, device=q.device)[None]
-    with torch.autocast(q.device.type, enabled=False):
-        run = BlockRun(inputs._replace(q_features=q_features), k_features, blocks)
-        o, running = attend_run(run, (state.position - 1) // size)
+    return attend_and_keep_sums(BlockRun(inputs._replace(q_features=q_features), k_features, blocks), map_keys, state)
+
+
+def attend_and_keep_sums(run: BlockRun, map_keys: KeyMap, state: WindowedState) -> Tensor:
+    """Compute the outputs of a run [B, T, H, V], and write the sums after it into a state that holds its tokens."""
+    options = run.inputs.options
+    with torch.autocast(run.inputs.q.device.type, enabled=False):
+        o, running = attend_run(run, (state.position - 1).clamp(min=0) // options.block_size)
     assert running is not None  # `attend_run` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
