@@ -24,6 +24,7 @@ MAX_BLOCKS = 16_384  # a mixing matrix of this size takes a gigabyte
 MAX_BLOCK_SIZE = 65_536  # tokens; a cache allocates keys and values of a block at its first step
 MAX_DECAYS = 64
 MAX_WINDOW_BLOCKS = 1_024
+MAX_SALIENT = 65_536
 
 
 def is_whole(value: object, minimum: int, maximum: int = sys.maxsize) -> bool:
@@ -86,6 +87,7 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
     "mixing_form": one_of("softmax", "direct", "free", "decay"),
     "num_decays": whole_number(1, MAX_DECAYS),
     "window": whole_number(1, MAX_WINDOW_BLOCKS),
+    "salient": whole_number(0, MAX_SALIENT),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
     "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
@@ -97,9 +99,23 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
 
 
 # Values that layers of a text and a grid require.
-JOINT_VALUES = {"normalize": True, "output_norm": False, "sinks": 0, "length_power": False, "window_dropout": 0}
+JOINT_VALUES = {
+    "normalize": True,
+    "output_norm": False,
+    "sinks": 0,
+    "salient": 0,
+    "length_power": False,
+    "window_dropout": 0,
+}
 # Values that encoders which mix by decays require.
-ENCODER_VALUES = {"rope": "before", "sinks": 0, "length_power": False, "window_dropout": 0, "softmax_heads": None}
+ENCODER_VALUES = {
+    "rope": "before",
+    "sinks": 0,
+    "salient": 0,
+    "length_power": False,
+    "window_dropout": 0,
+    "softmax_heads": None,
+}
 
 
 @dataclass
@@ -138,6 +154,8 @@ class MHLASettings:
         window: Number of blocks in the softmax window, including the current block. In encoders, the window also
             has `window - 1` blocks after the current one; in grids, on either side along every axis.
         sinks: Number of tokens at the start of a sequence that stay in the softmax window; 0 for an encoder.
+        salient: Number of tokens per KV head that stay in the softmax after they have left the window, those to which later
+            tokens attend most (`ops/windowed/salient.py`); 0 for none. It needs a window of at least 2 blocks.
         window_dropout: Probability that a forward pass in training restricts the softmax window to the current block, so
             that the far part covers all blocks before it.
         per_head: Whether every query head has its own mixing matrix, instead of one per layer.
@@ -175,6 +193,7 @@ class MHLASettings:
     windowed: bool = False
     window: int = 2
     sinks: int = 4
+    salient: int = 0
     window_dropout: float = 0.0
     per_head: bool = False
     output_norm: bool = False
@@ -227,6 +246,9 @@ class MHLASettings:
             raise ValueError("normalize: got false with windowed=True, expected true.")
         if self.windowed and self.sinks > self.block_size:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
+        if self.salient and (not self.windowed or self.window < 2):
+            got = f"window={self.window}" if self.windowed else "windowed=False"
+            raise ValueError(f"salient: got {self.salient} with {got}, expected 0, or a window of at least 2 blocks.")
 
     def resolve_layers(self, num_layers: int) -> list[int]:
         """Return the indices of the MHLA layers; raise ValueError if there are none, or an index is too large."""

@@ -18,9 +18,13 @@ class RowState:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
+    def parts(self) -> list["RowState"]:
+        """Return the states that are part of this one."""
+        return [value for value in vars(self).values() if isinstance(value, RowState)]
+
     def nbytes(self) -> int:
         """Return the number of bytes that the tensors take."""
-        return sum(value.nbytes for value in self.tensors().values())
+        return sum(value.nbytes for value in self.tensors().values()) + sum(part.nbytes() for part in self.parts())
 
     def leave_inference_mode(self) -> None:
         """Replace tensors that were created in inference mode, which cannot be written outside of it, by ordinary copies."""
@@ -29,6 +33,8 @@ class RowState:
         for name, value in self.tensors().items():
             if value.is_inference():
                 setattr(self, name, value.clone())
+        for part in self.parts():
+            part.leave_inference_mode()
 
     @torch.inference_mode(False)
     def select(self, index: Tensor) -> None:
@@ -40,6 +46,8 @@ class RowState:
         for name, value in self.tensors().items():
             selected = value.index_select(0, index.to(value.device))
             setattr(self, name, value.copy_(selected) if selected.shape == value.shape else selected)
+        for part in self.parts():
+            part.select(index)
 
     def repeat(self, times: int) -> None:
         """Repeat every row `times` times; the copies of a row are next to each other."""

@@ -247,7 +247,7 @@ class PagedAttention:
         running, held_k, held_v = pool.take(pages, "running", "k", "v")
         assert batch.mask is not None  # without kernels, `plan` has made one
         inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
-        return attend_token(q, q_features, held_k, held_v, running, batch.mask, plan.block, inputs)
+        return attend_token(q, q_features, held_k, held_v, running, batch.mask, plan.block, inputs)[0]
 
     def open_block(self, pages: torch.Tensor, position: torch.Tensor) -> None:
         """Move the sums in pages [N, P] on to the block that the tokens at `position` [N], not yet written, open.

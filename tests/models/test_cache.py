@@ -189,11 +189,12 @@ def test_generated_mixtures_of_heads(data):
     """Each head is as in a model of its kind alone, beside padding, too."""
     groups, share, length = (data.draw(st.integers(*limits)) for limits in ((2, 4), (1, 3), (2, 70)))
     kept = data.draw(st.sets(st.integers(0, groups - 1), min_size=1, max_size=groups - 1))
-    window, block_size = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 16]))
+    salient = data.draw(st.sampled_from([0, 0, 3]))
+    window, block_size = data.draw(st.integers(1 + bool(salient), 3)), data.draw(st.sampled_from([4, 16]))
     heads = groups * share
     sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": groups}
     base = softmax_model(attn_implementation="eager", num_hidden_layers=1, **sizes)  # softmax over all T x T scores
-    settings = {"layers": "all", "window": window, "block_size": block_size, "feature_map": "exp"}
+    settings = {"layers": "all", "window": window, "block_size": block_size, "feature_map": "exp", "salient": salient}
     every, mixed = (copy.deepcopy(base) for _ in range(2))
     shaken(convert(every, **settings))
     shaken(convert(mixed, softmax_heads={0: sorted(kept)}, **settings))
@@ -211,7 +212,11 @@ def test_generated_mixtures_of_heads(data):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [{}, {"softmax_heads": {"0": [1], "2": [0]}}], ids=["no heads", "heads"])
+@pytest.mark.parametrize(
+    "heads",
+    [{}, {"softmax_heads": {"0": [1], "2": [0]}}, {"salient": 5, "softmax_heads": {"0": [1]}}],
+    ids=["no heads", "heads", "salient"],
+)
 @torch.no_grad()
 def test_a_prompt_within_the_window_is_the_base_bit_for_bit(heads, dtype, attention):
     """And decoding goes on from it as from a prompt that was read block by block."""
@@ -224,6 +229,8 @@ def test_a_prompt_within_the_window_is_the_base_bit_for_bit(heads, dtype, attent
         prompt = model(ids[:, :length], use_cache=True)
         if attention == "sdpa" or heads:
             assert torch.equal(prompt.logits, base(ids[:, :length]).logits)
+    if "salient" in heads and dtype == torch.bfloat16:
+        return  # rounding decides between tokens with almost the same votes
     rest = model(ids[:, 24:], **{CACHE: prompt[CACHE]}).logits
     bound = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(rest.float(), model(ids).logits[:, 24:].float(), rtol=bound, atol=bound)

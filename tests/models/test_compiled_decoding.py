@@ -13,6 +13,8 @@ LOCAL = {"mixing_form": "decay", "windowed": True}
 MIXED = {"layers": [1, 2], "softmax_heads": {2: [0]}, **LOCAL}  # a softmax layer, an MHLA layer, and one of both
 HEADS = {"num_layers": 2, "layers": [1], "softmax_heads": {1: [0]}, **LOCAL}  # a softmax layer, and one of both
 
+SALIENT = {"salient": 3, "window": 2, **MIXED}
+
 
 @pytest.fixture(autouse=True)
 def clean():
@@ -25,7 +27,7 @@ def graphs():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "settings"), [("static", MIXED), ("dynamic, padded", HEADS)])
+@pytest.mark.parametrize(("kind", "settings"), [("static", MIXED), ("dynamic, padded", HEADS), ("static", SALIENT)])
 def test_decoding_is_one_graph(kind, settings):
     model, ids, mask = converted_model(**settings), tokens(2, 28), torch.ones(2, 64, dtype=torch.long)
     mask[0, :5] = int(kind == "static")
@@ -44,7 +46,7 @@ def test_decoding_is_one_graph(kind, settings):
     assert graphs() == warm
 
 
-@pytest.mark.parametrize("settings", [LOCAL | {"num_layers": 1}, MIXED], ids=["all", "mixed"])
+@pytest.mark.parametrize("settings", [LOCAL | {"num_layers": 1}, MIXED, SALIENT], ids=["all", "mixed", "salient"])
 def test_generate_with_a_static_cache_compiles_one_graph(settings):
     model, ids, mask = converted_model(**settings), tokens(2, 11), torch.ones(2, 11, dtype=torch.long)
     mask[0, :5] = 0

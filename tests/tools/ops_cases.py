@@ -137,6 +137,7 @@ def windowed_cases(draw):
     """Options, shapes, and padding of windowed attention with up to a block of sinks, and how it is decoded."""
     size = draw(st.integers(1, 9))
     softmax = draw(st.booleans())
+    salient = draw(st.sampled_from([0, 1, 3, 20])) if softmax else 0
     group, groups = draw(st.sampled_from(HEADS))
     tokens = draw(st.integers(1, 70))
     padding = draw(st.sampled_from(["none", "left", "holes", "packed"]))
@@ -145,11 +146,12 @@ def windowed_cases(draw):
     return {
         "options": WindowedOptions(
             size,
-            window=draw(st.integers(1, 3)) if softmax else 1,
+            window=draw(st.integers(2 if salient else 1, 3)) if softmax else 1,
             sinks=draw(st.integers(0, size)) if softmax else 0,
             scale=0.5,
             normalize=softmax or draw(st.booleans()),
             impl="torch",
+            salient=salient,
         ),
         "shape": (batch, tokens),
         "heads": (group * groups, groups),

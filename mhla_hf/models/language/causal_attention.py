@@ -166,8 +166,9 @@ class MHLAMixer(MatrixMixer):
             if cache is not None:
                 if heads is not None:
                     cache.softmax.update(heads.part(key, True, 1), heads.part(value, True, 1))
-                    key, value = heads.part(key, False, 1), heads.part(value, False, 1)
-                self.mhla.remember(key.transpose(1, 2), value.transpose(1, 2), cache, options.get("cos_sin"))
+                    query, key, value = (heads.part(x, False, 1) for x in (query, key, value))
+                tokens = (x.transpose(1, 2) for x in (query, key, value))
+                self.mhla.remember(*tokens, cache, options.get("cos_sin"))
             return self.mhla.finish_output(o, options["hidden_states"], value.dtype)
         if heads is None:
             return self.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)

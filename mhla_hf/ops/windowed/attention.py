@@ -13,6 +13,8 @@ Without a balance the near part is linear, too: its weights are m[i, i] * scale 
 is MHLA by decays and nothing else.
 """
 
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from ..torch_layout import DifferentiableOnce, MoveTokens, align_sequences, shif
 from .decays import Decays, block_distances, decayed_sums, powers
 from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
+from .salient import NEVER, SalientState, cast_votes, choose_salient, finish_salient, write_salient
 
 PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds the memory that the gather takes
 
@@ -41,10 +44,12 @@ class PastSums(NamedTuple):
     """Running sums [B, G, R, K, V + 1] that the queries of one block per row read; `block`, int [B], is that block.
 
     For each rate lambda this is the sum over blocks j <= block - window of lambda^(block - j) S_j (`block_summaries`).
+    With salient tokens, `pending` are the sums [B, G, R, K, V + 1] of tokens that become far at the block after it.
     """
 
     sums: Tensor
     block: Tensor
+    pending: Tensor | None = None
 
 
 @dataclass
@@ -61,6 +66,7 @@ class BlockRun:
         sink_tokens: Sinks from a state; None to take the first tokens of each sequence.
         past: Running sums from a state; None if no tokens came before.
         first_query_block: Index, among the M blocks, of the first one with queries; outputs of earlier blocks are 0.
+        salient: The salient tokens of a state and the number of tokens in it, int64 [B]; None without a state.
     """
 
     inputs: WindowedInputs
@@ -71,6 +77,7 @@ class BlockRun:
     sink_tokens: SinkTokens | None = None
     past: PastSums | None = None
     first_query_block: int = 0
+    salient: tuple[SalientState, Tensor] | None = None
 
 
 def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
@@ -112,7 +119,8 @@ def windowed_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
         inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
     if block_index is None:
         block_index = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
-    o, _ = attend_run(BlockRun(inputs, k_features, block_index[None], valid, sequence_id))
+    run = BlockRun(inputs, k_features, block_index[None], valid, sequence_id)
+    o, _ = attend_with_salient(run) if options.salient else attend_run(run)
     return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
 
@@ -177,10 +185,178 @@ def with_valid(run: BlockRun) -> BlockRun:
     return replace(run, valid=resize_tokens(valid, length) & exists)
 
 
-def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tensor:
+def attend_with_salient(run: BlockRun, end: Tensor | None = None) -> tuple[Tensor, PastSums | None]:
+    """Compute the outputs of a run in which salient tokens stay near.
+
+    If `end` int64 [B] is given, the number of tokens of each row after the run, its state of salient tokens is brought up to
+    date, and the sums for its last block are returned.
+    """
+    run = with_valid(run)
+    options, block_index = run.inputs.options, run.block_index
+    size, window, num_blocks = options.block_size, options.window, block_index.shape[1]
+    state, before = run.salient if run.salient is not None else (None, None)
+    pieces = list(near_pieces(run, vote=True))
+    dtype = sum_dtype(run)
+    votes = torch.zeros(
+        len(run.inputs.q), run.inputs.k.shape[2], num_blocks, size, dtype=dtype, device=run.inputs.q.device
+    )
+    for piece in pieces:
+        first = piece.begin - window + 2  # the block for which the first block of the piece votes
+        if piece.votes is not None and piece.end - window + 2 > 0:
+            votes[:, :, max(first, 0) : piece.end - window + 2] = piece.votes[:, :, max(-first, 0) :]
+    position = block_index[..., None] * size + torch.arange(size, device=votes.device)
+    is_candidate = position >= options.sinks  # [B or 1, M, C]
+    if run.valid is not None:
+        is_candidate = is_candidate & run.valid.unflatten(1, (-1, size))
+    k, v, k_features = (resize_tokens(x, num_blocks * size) for x in (*run.inputs[1:3], run.k_features))
+    block = block_index[..., None].expand(len(votes), -1, size).flatten(1)[:, None].expand(-1, votes.shape[1], -1)
+    tensors = [x.transpose(1, 2) for x in (k, v, k_features)]
+    if state is not None and before is not None:
+        last_block = (before - 1).clamp(min=0) // size
+        for distance, known in ((window - 1, state.final), (window - 2, state.cast)):
+            place = last_block - distance - block_index[:, 0]  # of the voted block among those of the run
+            is_here = (place[:, None] == torch.arange(num_blocks, device=place.device))[:, None, :, None]
+            votes = votes + torch.where(is_here, known[:, :, None], 0)
+        tensors = [torch.cat([x, y], 2) for x, y in zip((state.k, state.v, state.features), tensors, strict=True)]
+        block = torch.cat([state.position.clamp(min=0) // size, block], 2)
+    choice = choose_salient(votes.masked_fill(~is_candidate[:, None], NEVER), block_index, options, state, before)
+    decays = run.inputs.decays.to(dtype)
+
+    def sum_left(tokens: Tensor, reference: Tensor) -> Tensor:
+        """Sum k v^T of tokens int64 [B, G, .., C], decayed to the block `reference` [B, 1, ..]: [B, G, R, .., K, V + 1]."""
+        features, values = (gather_tokens(x, tokens).to(dtype) for x in (tensors[2], with_ones(tensors[1])))
+        token_block = block.gather(2, tokens.clamp(min=0).flatten(2)).view_as(tokens)
+        age = (reference[..., None] - token_block).clamp(min=0)[:, :, None]
+        rate = decays.log_rate.view(1, *decays.log_rate.shape, *[1] * (tokens.dim() - 2))
+        weighted = features[:, :, None] * (torch.exp(rate * age) * (tokens >= 0)[:, :, None])[..., None]
+        return weighted.mT @ values[:, :, None]
+
+    sums = sum_left(choice.left, block_index[:, None] - 1)  # [B, G, R, M, K, V + 1]
+    left_before = F.pad(sums[:, :, :, 1:], (0, 0, 0, 0, 0, 1)).flatten(1, 2)
+    far_sums = decayed_sums(left_before.flatten(3), decays.log_rate.reshape(-1, 1), 1, run.sequence_id)
+    far_sums = far_sums.reshape(sums.shape).transpose(2, 3)  # [B, G, M, R, K, V + 1]
+    past = run.past
+    if past is not None:
+        elapsed = (block_index - past.block[:, None])[:, None, :, None]
+        log_rate = decays.log_rate[:, None]
+        far_sums = far_sums + torch.exp(log_rate * elapsed.clamp(min=0))[..., None, None] * past.sums[:, :, None]
+        if past.pending is not None:
+            enters = torch.exp(log_rate * (elapsed - 1 + window).clamp(min=0)).masked_fill(elapsed < 1, 0)
+            far_sums = far_sums + enters[..., None, None] * past.pending[:, :, None]
+    o = attend_near_and_far(run, far_sums, decays, pieces, (tensors[0], tensors[1], choice.kept))
+    if end is None:
+        return o, None
+    assert state is not None and before is not None
+    rows, last_block = torch.arange(len(end), device=end.device), (end - 1).clamp(min=0) // size
+    block_index = block_index.expand(len(end), -1)
+    after = finish_salient(choice, votes, is_candidate, block_index, end, options, state, before)
+    pending = sum_left(after.left, last_block[:, None] - window + 1)
+    if past is not None and past.pending is not None:
+        pending = pending + torch.where((last_block == past.block).view(-1, 1, 1, 1, 1), past.pending, 0)
+    running = far_sums.transpose(1, 2)[rows, last_block - block_index[:, 0]]
+    place = torch.arange(size, device=end.device)
+    positions = (block_index[..., None] * size + place).flatten(1)[:, None].expand(-1, votes.shape[1], -1)
+    all_votes = torch.cat([state.votes, votes.flatten(2)], 2)
+    all_k, all_v, all_features = tensors
+    write_salient(state, after, all_k, all_v, all_features, torch.cat([state.position, positions], 2), all_votes)
+    return o, PastSums(running, last_block, pending)
+
+
+def gather_tokens(x: Tensor, tokens: Tensor) -> Tensor:
+    """Gather tokens int64 [B, G, .., N] of x [B, G, T, D], to [B, G, .., N, D]; zeros for token -1."""
+    index = tokens.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
+    return x.gather(2, index).unflatten(2, tokens.shape[2:]).masked_fill((tokens < 0)[..., None], 0)
+
+
+class NearPiece(NamedTuple):
+    """Softmax over window and sinks of the blocks from `begin` to `end`, with what its backward pass needs.
+
+    See `NearAndFar` for the tensors. `votes` [B, G, m, C] are for the blocks `window - 2` before; None if none
+    are cast.
+    """
+
+    begin: int
+    end: int
+    tensors: tuple[Tensor, ...]
+    mask: Tensor
+    near: Tensor
+    lse: Tensor
+    votes: Tensor | None
+
+
+def near_pieces(run: BlockRun, vote: bool = False) -> Iterator[NearPiece]:
+    """Compute softmax over window and sinks for all blocks of a run with queries, some blocks at a time."""
+    q, k, v, options = *run.inputs[:3], run.inputs.options
+    size, window, num_blocks = options.block_size, options.window, run.block_index.shape[1]
+    sinks = run.sink_tokens or find_sinks(run)
+    q, k, v = (resize_tokens(x, num_blocks * size) for x in (q, k, v))
+    if run.valid is not None:
+        k, v = (torch.where(run.valid[..., None, None], x, 0) for x in (k, v))
+    mask = None
+    for begin, end in piece_borders(run, vote):
+        if mask is None or run.valid is not None or begin <= window:
+            mask = window_mask(run, sinks.valid, begin, end)
+        queries = by_block(q[:, begin * size : end * size], k.shape[2], size)
+        keys, values = (take_window(x, options, begin, end) for x in (k, v))
+        sink_k, sink_v = (sinks_of_blocks(x, begin, end) for x in (sinks.k, sinks.v))
+        tensors = queries, keys, values, sink_k, sink_v
+        with torch.no_grad():
+            window_k, window_v = gather_windows(keys, sink_k, size, mask), gather_windows(values, sink_v, size, mask)
+            near, lse = softmax_forward(queries, window_k, window_v, mask, options.scale)
+            votes = votes_of_piece(run, tensors, lse, begin, end) if vote else None
+        yield NearPiece(begin, end, tensors, mask, near, lse, votes)
+
+
+def piece_borders(run: BlockRun, vote: bool = False) -> Iterator[tuple[int, int]]:
+    """Return the first block and the end of each piece of a run, in which the queries' windows are gathered at a time.
+
+    Under torch.compile there is one piece, so that one graph serves all lengths.
+    """
+    options, num_blocks, first = run.inputs.options, run.block_index.shape[1], run.first_query_block
+    if torch.compiler.is_compiling():
+        return iter([(0, num_blocks)])
+    if run.valid is None and run.inputs.balance is not None:
+        first = min(options.window, num_blocks)
+    borders = [*range(first, num_blocks, max(PIECE_TOKENS // options.block_size, 1)), num_blocks]
+    if vote and run.valid is None and options.window - 2 < first:
+        borders.insert(0, options.window - 2)  # the first block that votes
+    return itertools.pairwise(borders)
+
+
+def votes_of_piece(run: BlockRun, tensors: tuple[Tensor, ...], lse: Tensor, begin: int, end: int) -> Tensor:
+    """Return the votes [B, G, m, C] of the queries of blocks `begin` to `end` for the blocks `window - 2` before theirs."""
+    options, (q, k) = run.inputs.options, tensors[:2]
+    size, count = options.block_size, end - begin
+    voted = k[:, :, size : (count + 1) * size].unflatten(2, (count, size)).transpose(1, 2).flatten(0, 1)
+    is_vote = torch.ones(size, size, dtype=torch.bool, device=q.device)
+    if options.window == 2:
+        is_vote = is_vote.tril()
+    token = torch.arange(begin * size, end * size, device=q.device).view(1, count, size)
+    is_voter = token < run.inputs.q.shape[1]
+    if run.valid is not None:
+        is_key = take_window(run.valid[..., None, None], options, begin, end)[:, 0, :, 0].unflatten(1, (-1, size))
+        is_vote = is_vote & is_key[:, 1 : count + 1, None]
+        is_voter = run.valid.unflatten(1, (-1, size))[:, begin:end]
+        if run.salient is not None:
+            state, before = run.salient
+            position = run.block_index[:, begin:end, None] * size + token % size
+            is_voter = is_voter & (position >= torch.maximum(state.voted, before)[:, None, None])
+    is_vote = (is_vote & is_voter[..., None]).expand(len(q) // count, -1, -1, -1).flatten(0, 1)[:, None]
+    by_head = q.unflatten(2, (-1, size)), voted, lse.unflatten(2, (-1, size))
+    return cast_votes(*by_head, is_vote, options.scale).unflatten(0, (-1, count)).transpose(1, 2)
+
+
+def attend_near_and_far(
+    run: BlockRun,
+    far_sums: Tensor,
+    decays: Decays,
+    pieces: Iterable[NearPiece] | None = None,
+    salient: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return the outputs [B, T, H, V] of a `BlockRun`: softmax over the window, merged with the far part.
 
-    `far_sums` [B, G, M, R, K, V + 1] are the sums of earlier blocks that each block reads.
+    `far_sums` [B, G, M, R, K, V + 1] are the sums of earlier blocks that each block reads. `salient` are keys and values
+    [B, G, .., D] and, for each block, the tokens among them that stay near, as `kept` of `SalientTokens`.
     """
     q, k, v, q_features, _, balance, options, *_ = run.inputs
     size, window, num_blocks = options.block_size, options.window, run.block_index.shape[1]
@@ -189,39 +365,45 @@ def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tens
         scale = decays.length_scale(run.block_index, window).repeat_interleave(size, 1)  # [B or 1, M * C, H]
         scale = resize_tokens(scale, num_tokens)[:, num_tokens - q_features.shape[1] :]
         q_features = q_features * scale[..., None].to(q_features.dtype)
-    sinks = run.sink_tokens or find_sinks(run)
     first_far = (num_tokens - q_features.shape[1]) // size  # the block at which q_features begins
     q_features = resize_tokens(q_features, length - first_far * size)
-    q, k, v = (resize_tokens(x, length) for x in (q, k, v))
-    valid = run.valid
-    if valid is not None:
-        k, v = (torch.where(valid[..., None, None], x, 0) for x in (k, v))
 
-    outputs, first, mask = [], run.first_query_block, None
+    def far_of(begin: int, end: int) -> Tensor:
+        features = q_features[:, (begin - first_far) * size : (end - first_far) * size]
+        return read_far(by_block(features, k.shape[2], size), far_sums[:, :, begin:end], decays.weight)
+
+    outputs, first = [], run.first_query_block
     if first:
         outputs.append(far_sums.new_zeros(len(q), first * size, q.shape[2], v.shape[-1]))
-    compiling = torch.compiler.is_compiling()  # then one piece, so that one graph serves all lengths
-    if valid is None and balance is not None and not compiling:
+    if balance is None:
+        q, k, v = (resize_tokens(x, length) for x in (q, k, v))
+        if run.valid is not None:
+            k, v = (torch.where(run.valid[..., None, None], x, 0) for x in (k, v))
+        for begin, end in piece_borders(run):
+            part = slice(begin * size, end * size)
+            queries, keys, values = (by_block(x[:, part], k.shape[2], size) for x in (q, k, v))
+            o = linear_attention(queries, keys, values, far_of(begin, end), decays.weight, options)
+            outputs.append(by_token(o if options.unrounded else o.to(dtype), len(q), size))
+        return resize_tokens(torch.cat(outputs, 1), num_tokens)
+    if run.valid is None:
         # Nothing is far from the first `window` blocks: they are causal softmax.
         first = min(window, num_blocks)
-        near_q, near_k, near_v = (x[:, : first * size].transpose(1, 2) for x in (q, k, v))
+        near_q, near_k, near_v = (resize_tokens(x, length)[:, : first * size].transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(near_q, near_k, near_v, is_causal=True, scale=options.scale, enable_gqa=True)
         outputs.append(o.transpose(1, 2))
-    for begin in [0] if compiling else range(first, num_blocks, max(PIECE_TOKENS // size, 1)):
-        end = num_blocks if compiling else min(begin + max(PIECE_TOKENS // size, 1), num_blocks)
-        features = q_features[:, (begin - first_far) * size : (end - first_far) * size]
-        far = read_far(by_block(features, k.shape[2], size), far_sums[:, :, begin:end], decays.weight)
-        queries = by_block(q[:, begin * size : end * size], k.shape[2], size)
-        if balance is None:
-            keys, values = (by_block(x[:, begin * size : end * size], k.shape[2], size) for x in (k, v))
-            o = linear_attention(queries, keys, values, far, decays.weight, options)
-        else:
-            if mask is None or valid is not None:
-                mask = window_mask(run, sinks.valid, begin, end)
-            keys, values = (take_window(x, options, begin, end) for x in (k, v))
-            sink_k, sink_v = (sinks_of_blocks(x, begin, end) for x in (sinks.k, sinks.v))
-            shift = balance.to(far.dtype).view(k.shape[2], -1, 1).expand(-1, -1, size).flatten(1)  # [G, (H / G) * C]
-            o = NearAndFar.apply(queries, keys, values, sink_k, sink_v, far, shift, mask, size, options.scale)
+    for piece in near_pieces(run) if pieces is None else pieces:
+        if piece.begin < first and run.valid is None:
+            continue  # there only for its votes
+        far = far_of(piece.begin, piece.end)
+        shift = balance.to(far.dtype).view(k.shape[2], -1, 1).expand(-1, -1, size).flatten(1)  # [G, (H / G) * C]
+        extra: list[Tensor | None] = [None] * 3
+        if salient is not None:
+            tokens = salient[2][:, :, piece.begin : piece.end]
+            is_kept = (tokens >= 0).transpose(1, 2).flatten(0, 1)[:, :, None]
+            kept = (gather_tokens(x, tokens).transpose(1, 2).flatten(0, 1) for x in salient[:2])
+            extra = [*kept, make_mask(is_kept, q.dtype)]
+        known = piece.near, piece.lse, piece.mask
+        o = NearAndFar.apply(*piece.tensors, far, shift, *extra, *known, size, options.scale)
         outputs.append(by_token(o if options.unrounded else o.to(dtype), len(q), size))
     return resize_tokens(torch.cat(outputs, 1), num_tokens)
 
@@ -233,7 +415,8 @@ class NearAndFar(torch.autograd.Function):
 
         total = log(e^lse + e^balance den),   o = e^(lse - total) o_near + e^(balance - total) num
 
-    The gradients of q, k, and v are those of the fused kernel, given o and total (`fused_softmax.py`).
+    Salient tokens are a second near part, merged alike. The gradients of q, k, and v are those of the fused kernel, given o
+    and total (`fused_softmax.py`).
     """
 
     @staticmethod
@@ -246,6 +429,11 @@ class NearAndFar(torch.autograd.Function):
         sink_v: Tensor,
         far: Tensor,
         balance: Tensor,
+        salient_k: Tensor | None,
+        salient_v: Tensor | None,
+        salient_mask: Tensor | None,
+        near: Tensor,
+        lse: Tensor,
         mask: Tensor,
         size: int,
         scale: float,
@@ -253,36 +441,49 @@ class NearAndFar(torch.autograd.Function):
         """Compute o [B * m, G, N, V] in far's dtype, for the N = (H / G) * C queries of each of m blocks.
 
         q is [B * m, G, N, D], far [B * m, G, N, V + 1], balance [G, N]; k and v are from `take_window`, sink_k and sink_v
-        from `sinks_of_blocks`, the mask is from `window_mask`.
+        from `sinks_of_blocks`, the mask is from `window_mask`; near and lse are their softmax. salient_k and salient_v are
+        [B * m, G, S, ..], and salient_mask is [B * m, G, 1, S].
         """
-        window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
-        near, lse = softmax_forward(q, *window, mask, scale)
-        o, total = merge_near_and_far(near, lse.to(far.dtype), far, balance, mask.dtype)
-        ctx.save_for_backward(q, k, v, sink_k, sink_v, far, balance, mask, o, total)
+        lse = lse.to(far.dtype)
+        if salient_k is not None and salient_v is not None:
+            near, lse = merge_softmax(near, lse, *softmax_forward(q, salient_k, salient_v, salient_mask, scale))
+        o, total = merge_near_and_far(near, lse, far, balance, mask.dtype)
+        ctx.save_for_backward(q, k, v, sink_k, sink_v, far, balance, salient_k, salient_v, salient_mask, mask, o, total)
         ctx.size, ctx.scale = size, scale
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink_k, sink_v, far, balance, mask, o, total = ctx.saved_tensors
+        q, k, v, sink_k, sink_v, far, balance, salient_k, salient_v, salient_mask, mask, o, total = ctx.saved_tensors
         size, scale = ctx.size, ctx.scale
         with torch.no_grad():
             do_seen = do.masked_fill(no_key(total, mask.dtype)[..., None], 0)
             factor = far_factor(far, balance, total)
             d_far = torch.cat([factor * do_seen, -factor * (do_seen * o).sum(-1, keepdim=True)], -1)
             d_balance = (far * d_far).sum((0, -1))
-            d_near: list[Tensor | None] = [None] * 5
+            grads: list[Tensor | None] = [*[None] * 5, d_far, d_balance, None, None]
             if any(ctx.needs_input_grad[:5]):
+                of_output = do_seen.to(q.dtype), q
+                after = o.to(q.dtype), total
                 window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
-                dq, dk, dv = softmax_backward(do_seen.to(q.dtype), q, *window, o.to(q.dtype), total, mask, scale)
+                dq, dk, dv = softmax_backward(*of_output, *window, *after, mask, scale)
+                if salient_k is not None:
+                    salient = softmax_backward(*of_output, salient_k, salient_v, *after, salient_mask, scale)
+                    dq, grads[7:9] = dq + salient[0], salient[1:]
                 dk, d_sink_k = scatter_windows(dk, k, sink_k, size)
                 dv, d_sink_v = scatter_windows(dv, v, sink_v, size)
-                d_near = [dq, dk, dv, d_sink_k, d_sink_v]
-        grads = [*d_near, d_far, d_balance]
+                grads[:5] = [dq, dk, dv, d_sink_k, d_sink_v]
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
             inputs = (do, q, k, v, sink_k, sink_v, far, balance)
             grads = [None if x is None else DifferentiableOnce.apply(x, *inputs) for x in grads]
-        return *grads, None, None, None
+        return *grads, *[None] * 6
+
+
+def merge_softmax(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge softmax over two sets of keys: outputs [.., N, V] with their logsumexp [.., N], in lse's dtype."""
+    other_lse = other_lse.to(lse.dtype)
+    total = torch.logaddexp(lse, other_lse)
+    return torch.exp(lse - total)[..., None] * o + torch.exp(other_lse - total)[..., None] * other, total
 
 
 def merge_near_and_far(
@@ -340,7 +541,7 @@ def sinks_of_blocks(x: Tensor, begin: int, end: int) -> Tensor:
 def window_mask(run: BlockRun, sink_valid: Tensor, begin: int, end: int) -> Tensor:
     """Return what is added to the scores of blocks `begin` to `end`, [B * m or 1, 1, N or 1, S + W * C], for `NearAndFar`.
 
-    Without `run.valid`, every block has a full window of keys and all sinks.
+    Without `run.valid`, every block from the `window`-th on has a full window of keys and all sinks.
     """
     options, index, valid = run.inputs.options, run.block_index[:, begin:end], run.valid
     size, num_queries = options.block_size, run.inputs.q.shape[2] // run.inputs.k.shape[2] * options.block_size
@@ -349,8 +550,10 @@ def window_mask(run: BlockRun, sink_valid: Tensor, begin: int, end: int) -> Tens
     query = torch.arange(num_queries, device=index.device)[:, None] % size
     seen = torch.ones_like(place, dtype=torch.bool)[None] if options.both_ways else place <= query  # [N or 1, W * C]
     seen = F.pad(seen, (sink_valid.shape[-1], 0), value=True)
-    if valid is None:
+    if valid is None and begin >= options.window:
         return make_mask(seen, run.inputs.q.dtype)[None, None]
+    if valid is None:
+        valid = sink_valid.new_ones(len(sink_valid), run.block_index.shape[1] * size)
     is_key = take_window(valid[..., None, None], options, begin, end)[:, 0, :, 0].unfold(1, len(place), size)
     is_key = is_key & (
         index[..., None] * size + place >= 0
@@ -405,8 +608,7 @@ def block_summaries(run: BlockRun) -> Tensor:
     [B, G, M, K, V + 1] in fp32, or in fp64 if an input is; the last column is the sum of k.
     """
     options, index, v, k_features = run.inputs.options, run.block_index, run.inputs.v, run.k_features
-    size, num_blocks = options.block_size, index.shape[1]
-    dtype = torch.promote_types(torch.promote_types(k_features.dtype, v.dtype), torch.float32)
+    size, num_blocks, dtype = options.block_size, index.shape[1], sum_dtype(run)
     count = num_blocks  # of blocks that k_features has
     if run.valid is None:
         count = (k_features.shape[1] + size - 1) // size
@@ -419,6 +621,11 @@ def block_summaries(run: BlockRun) -> Tensor:
     k_features = torch.where(is_far[..., None, None], k_features, 0)
     k_features, v = (x.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4).to(dtype) for x in (k_features, with_ones(v)))
     return F.pad(k_features.mT @ v, (0, 0, 0, 0, 0, num_blocks - count))
+
+
+def sum_dtype(run: BlockRun) -> torch.dtype:
+    """Return the dtype of sums: fp32, or fp64 if an input is."""
+    return torch.promote_types(torch.promote_types(run.k_features.dtype, run.inputs.v.dtype), torch.float32)
 
 
 def find_sinks(run: BlockRun) -> SinkTokens:

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..blocks import Blocks
 from ..reference import divide_or_zero, inner_products, token_relations
-from .inputs import WindowedInputs
+from .inputs import WindowedInputs, WindowedOptions
+from .salient import VOTE_UNITS
 
 
 def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
@@ -40,6 +41,9 @@ def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     mixing = decays.matrix(blocks.num_blocks, options.window, options.both_ways).to(dtype)  # [H, M, M]
     token_mixing = mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
     score = inner_products(q, k, dtype) * options.scale
+    if options.salient:
+        salient = salient_tokens(score, near, far, block_distance, k.shape[2], options)
+        near, far = near | salient, far & ~salient  # [B, H, T, S]
     far_weight = token_mixing * inner_products(q_features, k_features, dtype)
     if balance is None:
         weight = torch.where(near, token_mixing * score, 0) + torch.where(far, far_weight * options.scale, 0)
@@ -53,3 +57,22 @@ def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
         weight = weight + torch.where(far & has_far, torch.exp(balance - largest) * far_weight, 0)
     o = torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(num_heads // v.shape[2], 2))
     return divide_or_zero(o, weight.sum(-1).transpose(1, 2)) if options.normalize else o
+
+
+def salient_tokens(
+    score: Tensor, near: Tensor, far: Tensor, block_distance: Tensor, num_kv_heads: int, options: WindowedOptions
+) -> Tensor:
+    """Return which far tokens stay near each query, bool [B, H, T, S]: the `options.salient` ones with the most votes.
+
+    A query votes for the tokens `window - 2` blocks before its own, the second block to leave its window, with its softmax
+    weights over window and sinks: the largest among the query heads of a KV head. Of equal tokens, earlier ones stay.
+    """
+    weight = score.masked_fill(~near, float("-inf")).softmax(-1).nan_to_num()  # a query that is padding sees no key
+    is_vote = near & (block_distance == options.window - 2)[:, None]
+    is_vote = is_vote & near.diagonal(dim1=2, dim2=3)[..., None]  # what is no key is no voter
+    largest = torch.where(is_vote, weight, 0).unflatten(1, (num_kv_heads, -1)).amax(2)  # [B, G, T, S]
+    votes = (largest * VOTE_UNITS).round().sum(2)  # [B, G, S]
+    order = votes.argsort(descending=True, stable=True).argsort()  # the rank of each token among all
+    is_better = (order[..., None, :] < order[..., None]).to(score.dtype)  # [B, G, S, S']
+    rank = far.to(score.dtype) @ is_better.mT  # among the tokens that are far from a query, [B, G, T, S]
+    return (far & (rank < options.salient)).repeat_interleave(score.shape[1] // num_kv_heads, 1)
