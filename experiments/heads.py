@@ -42,6 +42,8 @@ FORMS: dict[str, tuple[dict[str, Any], bool]] = {  # settings that differ from t
     "plain sum": ({"feature_map": "exp", "free_decay": False}, True),
     "window": ({}, False),
     "wide window": ({"window": 9}, False),
+    "MHLA, 128 salient tokens": ({"feature_map": "exp", "salient": 128}, True),
+    "window, 128 salient tokens": ({"salient": 128}, False),
 }
 
 
@@ -128,7 +130,7 @@ def count_bytes(
 ) -> dict[str, dict[str, int]]:
     """Count the bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, with softmax in `heads` KV heads, and in all.
 
-    If the far part is off, neither its summaries nor rotations are counted.
+    If the far part is off, neither its summaries nor features and rotations are counted.
     """
     config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
     with torch.device("meta"):
@@ -140,7 +142,9 @@ def count_bytes(
     state_bytes = sum(size.state_bytes for size in sizes) / num_heads
     if not is_far_on:
         core = mhla_layers(model)[0].mhla
-        state_bytes -= (core.mixing.num_decays + 1) * core.k_map.num_features * (core.value_dim + 1) * 4
+        num_features, salient = core.k_map.num_features, core.options.salient
+        state_bytes -= (core.mixing.num_decays + 1) * num_features * (core.value_dim + 1) * 4
+        state_bytes -= (salient + core.options.block_size) * num_features * 2 if salient else 0
     lengths = sorted({min(n, model.config.max_position_embeddings) for n in BYTES_AT})
     return {
         "bytes": {str(n): round(heads * token_bytes * n + (num_heads - heads) * state_bytes) for n in lengths},
