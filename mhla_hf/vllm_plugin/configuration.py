@@ -66,8 +66,6 @@ def check_settings(settings: dict[str, Any], config: Any) -> None:
         raise ValueError(
             f"mixing_form: got {settings['mixing_form']!r}, expected 'decay': the state of a mixing matrix grows."
         )
-    if settings.get("salient"):
-        raise ValueError(f"salient: got {settings['salient']}, expected 0: vLLM's pages hold no salient tokens yet.")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
     if settings["rope"] == "near":

@@ -24,10 +24,14 @@ from ..ops.windowed.decoding import (
     attend_token,
     continue_windowed,
     plan_step,
+    windowed_step,
 )
 from ..ops.windowed.fused_softmax import make_mask
 from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
+from ..ops.windowed.salient import NEVER, SalientState
 from ..ops.windowed.triton_step import PageTensors, page_step, small_page_call
+
+SALIENT_PARTS = ("votes", "cast", "final", "position", "k", "v", "features", "now", "next")  # of a `SalientState`
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class PageLayout:
     """Shapes and dtypes of what a page holds: the state of U KV heads (`heads`) of one request.
 
     That is sums over F features for each of R decay rates, and a ring of S slots, sinks included, with keys of width D and
-    values of width V.
+    values of width V; and, with N salient tokens, what `SalientState` holds in N + C slots.
     """
 
     heads: int
@@ -45,6 +49,8 @@ class PageLayout:
     value_dim: int
     num_slots: int
     dtype: torch.dtype
+    salient: int
+    block_size: int
 
     @staticmethod
     def of(settings: MHLASettings, heads: int, head_dim: int, dtype: torch.dtype) -> "PageLayout":
@@ -59,25 +65,49 @@ class PageLayout:
             value_dim=head_dim,
             num_slots=sinks + num_blocks * settings.block_size,
             dtype=dtype,
+            salient=settings.salient if is_windowed else 0,
+            block_size=settings.block_size,
         )
+
+    @property
+    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes [U, ..] and dtypes of the parts of a page, in their order in memory; sums are at least fp32."""
+        sum_dtype = torch.promote_types(self.dtype, torch.float32)
+        sums, slots = (self.value_dim + 1, self.num_features), (self.heads, self.num_slots)
+        rates = (self.num_rates,) if self.salient else ()
+        parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "running": ((self.heads, self.num_rates, *sums), sum_dtype),
+            "pending": ((self.heads, *rates, *sums), sum_dtype),
+            "k": ((*slots, self.key_dim), self.dtype),
+            "v": ((*slots, self.value_dim), self.dtype),
+        }
+        if not self.salient:
+            return parts
+        slots, block = (self.heads, self.salient + self.block_size), (self.heads, self.block_size)
+        salient: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "votes": (slots, sum_dtype),
+            "cast": (block, sum_dtype),
+            "final": (block, sum_dtype),
+            "position": (slots, torch.int32),
+            "k": ((*slots, self.key_dim), self.dtype),
+            "v": ((*slots, self.value_dim), self.dtype),
+            "features": ((*slots, self.num_features), self.dtype),
+            "now": (slots, torch.bool),
+            "next": (slots, torch.bool),
+        }
+        # Bytes of wide types come first, where they are aligned.
+        by_width = {**parts, **{f"salient_{name}": part for name, part in salient.items()}}
+        return dict(sorted(by_width.items(), key=lambda item: -item[1][1].itemsize))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Running sums [U, R, V + 1, F], pending summary [U, V + 1, F], keys [U, S, D], and values [U, S, V]."""
-        sums = (self.value_dim + 1, self.num_features)
-        slots = (self.heads, self.num_slots)
-        return (
-            (self.heads, self.num_rates, *sums),
-            (self.heads, *sums),
-            (*slots, self.key_dim),
-            (*slots, self.value_dim),
-        )
+        """Shapes in the order of `parts`."""
+        return tuple(shape for shape, _ in self.parts.values())
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes in the order of `shapes`; sums are at least fp32."""
-        sum_dtype = torch.promote_types(self.dtype, torch.float32)
-        return sum_dtype, sum_dtype, self.dtype, self.dtype
+        """Dtypes in the order of `parts`."""
+        return tuple(dtype for _, dtype in self.parts.values())
 
 
 class RotationTable:
@@ -131,30 +161,35 @@ class PagePool(PageTensors):
 
     def __init__(self, memory: torch.Tensor, layout: PageLayout):
         self.layout = layout
-        parts, offset = [], 0
-        for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
+        self.parts: dict[str, torch.Tensor] = {}
+        offset = 0
+        for name, (shape, dtype) in layout.parts.items():
             num_bytes = prod(shape) * dtype.itemsize
-            parts.append(memory[:, offset : offset + num_bytes].view(dtype).unflatten(1, shape))
+            self.parts[name] = memory[:, offset : offset + num_bytes].view(dtype).unflatten(1, shape)
             offset += num_bytes
-        super().__init__(*parts)
+        super().__init__(*(self.parts[name] for name in ("running", "pending", "k", "v")))
 
     def take(self, pages: torch.Tensor, *names: str) -> list[torch.Tensor]:
         """Copy the named parts of pages [N, P] of N requests, with the KV heads in the order of the model's."""
         shape = (len(pages), pages.shape[1] * self.layout.heads)
-        parts = [getattr(self, name) for name in names]
+        parts = [self.parts[name] for name in names]
         # PyTorch copies whole rows of 2-D tensors.
         return [x.flatten(1).index_select(0, pages.flatten()).view(*shape, *x.shape[2:]) for x in parts]
 
     def put(self, pages: torch.Tensor, **parts: torch.Tensor) -> None:
         """Copy parts like those of `take` back to pages [N, P]."""
         for name, part in parts.items():
-            rows = getattr(self, name).flatten(1)
-            rows.index_copy_(0, pages.flatten(), part.reshape(-1, rows.shape[1]))
+            rows = self.parts[name].flatten(1)
+            rows.index_copy_(0, pages.flatten(), part.reshape(-1, rows.shape[1]).to(rows.dtype))
 
     def clear(self, pages: torch.Tensor) -> None:
         """Fill pages int64 [N, P], which may hold anything, with the state of requests without tokens."""
-        for part in (self.running, self.pending, self.k, self.v):
+        for part in self.parts.values():
             part[pages] = 0
+        if count := self.layout.salient:  # as `SalientState.empty`
+            self.parts["salient_votes"][pages] = NEVER
+            self.parts["salient_position"][pages] = -1
+            self.parts["salient_next"][..., :count][pages] = True
 
     def write_token(self, pages: torch.Tensor, slot: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write keys [N, G, D] and values [N, G, V] of one token per request into slots int64 [N] of its pages."""
@@ -213,7 +248,8 @@ class PagedAttention:
         options = self.options
         size, window = options.block_size, options.window
         plan = plan_step(position, self.pool.layout.num_slots, options)
-        if choose_implementation(options.impl, small_page_call, q[None], k[None], v[None]) == "triton":
+        impl = "torch" if options.salient else options.impl  # there is no kernel for salient tokens
+        if choose_implementation(impl, small_page_call, q[None], k[None], v[None]) == "triton":
             return DecodeBatch(position, plan, self.table.read(position - (window - 1) * size)[:, None].to(k.dtype))
         mask, positions = make_mask(plan.visible[:, None, None], k.dtype), position.tolist()
         first = [row for row, token in enumerate(positions) if token <= 0]
@@ -241,6 +277,13 @@ class PagedAttention:
             return page_step(q, q_features, k_features, pool, pages, position, self.decays, self.balance, options)
         if batch.first:
             pool.clear(pages[batch.first])
+        if options.salient:
+            state = self.read_state(pages, position)
+            q, k, v, q_features = (x[:, None] for x in (q, k, v, q_features))
+            inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
+            o = windowed_step(inputs, self.map_keys, state, self.table.read(position)[:, None].to(k.dtype))
+            self.write_state(pages, state)
+            return o[:, 0]
         if batch.opening:
             self.open_block(pages[batch.opening], position[batch.opening])
         pool.write_token(pages, plan.slot, k, v)
@@ -272,9 +315,26 @@ class PagedAttention:
             cos_sin=self.table.read(held).to(k.dtype),
             running=running,
             pending=pending,
-            position=position,
+            position=position.clone(),
             furthest=position.clone(),
+            salient=self.read_salient(pages),
         )
+
+    def read_salient(self, pages: torch.Tensor) -> SalientState | None:
+        """Copy the salient tokens of N requests from their pages [N, P]; None if a page has none."""
+        if not self.options.salient:
+            return None
+        parts = dict(zip(SALIENT_PARTS, self.pool.take(pages, *(f"salient_{x}" for x in SALIENT_PARTS)), strict=True))
+        none = torch.zeros(len(pages), dtype=torch.int64, device=pages.device)  # nothing is taken back
+        position = parts.pop("position").long()
+        return SalientState(position=position, decided=none, voted=none, **parts)
+
+    def write_state(self, pages: torch.Tensor, state: WindowedState) -> None:
+        """Copy states of N requests back to their pages [N, P]."""
+        parts = {"running": state.running, "pending": state.pending, "k": state.k, "v": state.v}
+        if state.salient is not None:
+            parts |= {f"salient_{name}": getattr(state.salient, name) for name in SALIENT_PARTS}
+        self.pool.put(pages, **parts)
 
     def prefill(
         self,
@@ -299,5 +359,5 @@ class PagedAttention:
         q, k, v, q_features, cos_sin = (x[None] for x in (q, k, v, q_features, cos_sin))
         inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
         o = continue_windowed(inputs, self.map_keys, state, fresh=start == 0, cos_sin=cos_sin)
-        pool.put(pages, running=state.running, pending=state.pending, k=state.k, v=state.v)
+        self.write_state(pages, state)
         return o[0]

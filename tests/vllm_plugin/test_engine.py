@@ -18,6 +18,7 @@ MODELS = {
     "llama-layers": ("llama", [0, 2], {}),
     "llama-heads": ("llama", [0, 2, 3], HEADS),
     "llama-linear": ("llama", [0, 2], {**LINEAR, "num_decays": 3, "feature_map": "hedgehog"}),
+    "llama-salient": ("llama", [0, 2, 3], {**HEADS, "salient": 5}),
     "llama-gate": ("llama", [1, 2], {"gate": True, "output_norm": True}),
     "llama-unnormalized": ("llama", "all", {**LINEAR, "output_norm": True, "normalize": False}),
     "qwen3-heads": ("qwen3", "all", HEADS),

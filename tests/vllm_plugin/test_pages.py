@@ -19,6 +19,7 @@ HEADS, KV_HEADS, WIDTH, LONGEST = 4, 2, 8, 90
 KINDS = {
     "defaults": {"feature_map": "exp", "rope": "near", "window": 3, "free_decay": True, "length_power": True},
     "several decays": {"feature_map": "hedgehog", "window": 2, "num_decays": 3, "sinks": 2},
+    "salient": {"feature_map": "exp", "rope": "near", "window": 2, "salient": 3, "free_decay": True},
     "smallest window": {"feature_map": "relu", "window": 1, "sinks": 0},
     "no softmax": {"windowed": False, "feature_map": "hedgehog", "num_decays": 2, "sinks": 0},
     "no normalizer": {"windowed": False, "normalize": False, "feature_map": "elu", "sinks": 0},
