@@ -27,7 +27,7 @@ from ..torch_layout import DifferentiableOnce, MoveTokens, align_sequences, shif
 from .decays import Decays, block_distances, decayed_sums, powers
 from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
-from .salient import NEVER, SalientState, cast_votes, choose_salient, finish_salient, write_salient
+from .salient import NEVER, SalientState, cast_votes, choose_salient, finish_salient, voting_places, write_salient
 
 PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds the memory that the gather takes
 
@@ -326,7 +326,7 @@ def piece_borders(run: BlockRun, vote: bool = False) -> Iterator[tuple[int, int]
 def votes_of_piece(run: BlockRun, tensors: tuple[Tensor, ...], lse: Tensor, begin: int, end: int) -> Tensor:
     """Return the votes [B, G, m, C] of the queries of blocks `begin` to `end` for the blocks `window - 2` before theirs."""
     options, (q, k) = run.inputs.options, tensors[:2]
-    size, count = options.block_size, end - begin
+    size, count, voters = options.block_size, end - begin, voting_places(options)
     voted = k[:, :, size : (count + 1) * size].unflatten(2, (count, size)).transpose(1, 2).flatten(0, 1)
     is_vote = torch.ones(size, size, dtype=torch.bool, device=q.device)
     if options.window == 2:
@@ -341,8 +341,9 @@ def votes_of_piece(run: BlockRun, tensors: tuple[Tensor, ...], lse: Tensor, begi
             state, before = run.salient
             position = run.block_index[:, begin:end, None] * size + token % size
             is_voter = is_voter & (position >= torch.maximum(state.voted, before)[:, None, None])
-    is_vote = (is_vote & is_voter[..., None]).expand(len(q) // count, -1, -1, -1).flatten(0, 1)[:, None]
-    by_head = q.unflatten(2, (-1, size)), voted, lse.unflatten(2, (-1, size))
+    is_vote = (is_vote & is_voter[..., None])[:, :, voters]
+    is_vote = is_vote.expand(len(q) // count, -1, -1, -1).flatten(0, 1)[:, None]
+    by_head = q.unflatten(2, (-1, size))[:, :, :, voters], voted, lse.unflatten(2, (-1, size))[..., voters]
     return cast_votes(*by_head, is_vote, options.scale).unflatten(0, (-1, count)).transpose(1, 2)
 
 
@@ -444,10 +445,10 @@ class NearAndFar(torch.autograd.Function):
         from `sinks_of_blocks`, the mask is from `window_mask`; near and lse are their softmax. salient_k and salient_v are
         [B * m, G, S, ..], and salient_mask is [B * m, G, 1, S].
         """
-        lse = lse.to(far.dtype)
+        salient = None
         if salient_k is not None and salient_v is not None:
-            near, lse = merge_softmax(near, lse, *softmax_forward(q, salient_k, salient_v, salient_mask, scale))
-        o, total = merge_near_and_far(near, lse, far, balance, mask.dtype)
+            salient = softmax_forward(q, salient_k, salient_v, salient_mask, scale)
+        o, total = merge_near_and_far(near, lse.to(far.dtype), far, balance, mask.dtype, salient)
         ctx.save_for_backward(q, k, v, sink_k, sink_v, far, balance, salient_k, salient_v, salient_mask, mask, o, total)
         ctx.size, ctx.scale = size, scale
         return o
@@ -479,20 +480,26 @@ class NearAndFar(torch.autograd.Function):
         return *grads, *[None] * 6
 
 
-def merge_softmax(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge softmax over two sets of keys: outputs [.., N, V] with their logsumexp [.., N], in lse's dtype."""
-    other_lse = other_lse.to(lse.dtype)
-    total = torch.logaddexp(lse, other_lse)
-    return torch.exp(lse - total)[..., None] * o + torch.exp(other_lse - total)[..., None] * other, total
-
-
 def merge_near_and_far(
-    near: Tensor, lse: Tensor, far: Tensor, balance: Tensor, mask_dtype: torch.dtype
+    near: Tensor,
+    lse: Tensor,
+    far: Tensor,
+    balance: Tensor,
+    mask_dtype: torch.dtype,
+    salient: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge softmax over near keys [.., N, V], with its logsumexp [.., N], with the far part; see `NearAndFar`."""
+    """Merge softmax over near keys [.., N, V], with its logsumexp [.., N], with the far part; see `NearAndFar`.
+
+    `salient` are the same of salient tokens. Returns the output and the logsumexp of all.
+    """
     total = torch.logaddexp(lse, far[..., -1].log() + balance)
-    near_factor = torch.exp(lse - total).masked_fill(no_key(lse, mask_dtype), 0)
-    return near_factor[..., None] * near + far_factor(far, balance, total) * far[..., :-1], total
+    if salient is not None:
+        total = torch.logaddexp(total, salient[1].to(lse.dtype))
+    o = torch.exp(lse - total).masked_fill(no_key(lse, mask_dtype), 0)[..., None] * near
+    o = o + far_factor(far, balance, total) * far[..., :-1]
+    if salient is not None:
+        o = o + torch.exp(salient[1].to(lse.dtype) - total)[..., None] * salient[0]
+    return o, total
 
 
 def far_factor(far: Tensor, balance: Tensor, total: Tensor) -> Tensor:

@@ -25,13 +25,12 @@ from .attention import (
     attend_with_salient,
     far_range,
     merge_near_and_far,
-    merge_softmax,
     with_ones,
 )
 from .decays import Decays
 from .fused_softmax import make_mask, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
-from .salient import SalientState, cast_votes, decide_one
+from .salient import SalientState, cast_votes, decide_one, voting_places
 
 # Maps keys [B, N, G, D] and the cosines and sines of their rotation [B, N, 1, A] to features of the far part, [B, N, G, K].
 KeyMap = Callable[[Tensor, Tensor], Tensor]
@@ -201,6 +200,8 @@ class WindowedState(RowState):
         block = self.position // options.block_size - options.window + 2
         position = block[:, None] * options.block_size + torch.arange(options.block_size, device=block.device)
         rows, slot = torch.arange(len(block), device=block.device)[:, None], self.slot(position, options)
+        voting = voting_places(options)
+        is_voter = is_voter & (self.position % options.block_size % voting.step == voting.start)
         is_vote = self.valid[rows, slot] & (position >= 0) & (position <= self.position[:, None]) & is_voter[:, None]
         k = self.k.transpose(1, 2)[rows, slot].transpose(1, 2)  # [B, G, C, D]
         queries = q.unflatten(1, (k.shape[1], -1))[:, :, :, None]
@@ -521,10 +522,10 @@ def attend_token(
     else:
         queries = queries.to(k.dtype)
         near, lse = softmax_forward(queries, k, v, mask, options.scale)
-        lse = total = lse.to(sum_dtype)
+        lse, kept = lse.to(sum_dtype), None
         if salient is not None:
-            kept = make_mask(salient.seen_by(block * options.block_size, options)[:, :, None], k.dtype)
-            near, total = merge_softmax(near, lse, *softmax_forward(queries, salient.k, salient.v, kept, options.scale))
+            kept_mask = make_mask(salient.seen_by(block * options.block_size, options)[:, :, None], k.dtype)
+            kept = softmax_forward(queries, salient.k, salient.v, kept_mask, options.scale)
         balance = inputs.balance.to(sum_dtype).view(num_kv_heads, -1)
-        o, _ = merge_near_and_far(near, total, far, balance, mask.dtype)
+        o, _ = merge_near_and_far(near, lse, far, balance, mask.dtype, kept)
     return o.flatten(1, 2), lse

@@ -1,8 +1,8 @@
 """Salient tokens: those that stay near after they have left the window, by the votes of later queries.
 
-The queries of a block vote for the tokens of the block that leaves the window second: with their softmax weights over window
-and sinks, the largest among the query heads of a KV head. When a block leaves the window, each KV head keeps the N tokens
-with the most votes among its own and those kept before; of equal ones the earlier. All others are far from then on.
+Every fourth query of a block votes for the tokens of the block that leaves the window second: with their softmax weights
+over window and sinks, the largest among the query heads of a KV head. When a block leaves the window, each KV head keeps the
+N tokens with the most votes among its own and those kept before; of equal ones the earlier. All others are far from then on.
 
 Votes are final a block before they count. So while the queries of one block run, a decoder compares the tokens of the oldest
 block in the window with the kept ones, one per step; the result is what the queries of the next block see.
@@ -21,6 +21,13 @@ NEVER = float("-inf")  # the votes of what can not be kept
 # Votes are whole numbers of this part of a weight: their sum then does not depend on the order, and weights that saturate at
 # 1 are equal rather than different by rounding. fp32 counts those of 256 queries.
 VOTE_UNITS = 2.0**16
+VOTE_EVERY = 4  # queries; more votes earned nothing on SmolLM2
+
+
+def voting_places(options: WindowedOptions) -> slice:
+    """Return which queries of a block vote."""
+    every = min(VOTE_EVERY, options.block_size)
+    return slice(every - 1, None, every)
 
 
 @dataclass
