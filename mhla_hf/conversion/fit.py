@@ -14,6 +14,8 @@ from torch import nn
 
 from ..data import TokenRing
 from ..models.transformers_api import recomputed_layers
+from ..ops.reference import inner_products
+from ..ops.windowed.definition import salient_tokens
 from .teacher import GatedCore, log_probabilities, mean_kl, mhla_layers, replaced_cores, run_body, softmax_instead
 
 FIT_LR, UPDATES = 3e-2, 2  # learning rate of the first step, and updates by Adam per step
@@ -178,12 +180,18 @@ def balance_masses(
     mixing = core.mixing()[0].matrix(int(block[-1]) + 1, options.window, options.both_ways)  # [H, M, M]
     mixing = mixing[:, block[:, None], block]  # [H, T, T]
     scale = options.scale if scale is None else scale
+    kept = torch.zeros(len(q), q.shape[2], 1, 1, dtype=torch.bool, device=q.device)
+    if options.salient:  # what stays near is not far
+        scores = inner_products(q, k, torch.float32) * scale
+        near, far = ((x & ~is_hidden).expand(len(q), 1, -1, -1) for x in (~is_far, is_far))
+        kept = salient_tokens(scores, near, far, distance[None], token[None], k.shape[2], options)
 
     def weights(head: int, row: int) -> Sequence[torch.Tensor]:
         kv_head = head * k.shape[2] // q.shape[2]
         score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
         log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
-        return score, log_total, (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
+        weight = (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
+        return score.masked_fill(kept[row, head], float("-inf")), log_total, weight.masked_fill(kept[row, head], 0)
 
     set_balance(core, weights, len(q), is_far)
 

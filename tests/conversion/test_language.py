@@ -53,6 +53,15 @@ def teacher():
     return model
 
 
+def test_far_weights_start_from_what_is_not_salient(teacher):
+    """Where every token is salient, nothing is far, and the balance stays."""
+    start = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, window=2, salient=96, feature_map="exp")
+    balances = [attention.mhla.mixing.balance.clone() for attention in mhla_layers(start).values()]
+    OutputFit(start, steps=1).step(urns(1, seed=1000))
+    for before, attention in zip(balances, mhla_layers(start).values(), strict=True):
+        assert torch.equal(attention.mhla.mixing.balance, before)
+
+
 TEXT = urns(33, seed=1000).flatten()
 
 
@@ -60,8 +69,9 @@ def converted(teacher, **options):
     return mhla_hf.convert(copy.deepcopy(teacher), **{**SMALL, "text": TEXT, **options})
 
 
-def test_each_stage_comes_closer_to_the_original(teacher):
-    model = converted(teacher, keep=0.25)
+@pytest.mark.parametrize("salient", [0, 4])
+def test_each_stage_comes_closer_to_the_original(teacher, salient):
+    model = converted(teacher, keep=0.25, salient=salient)
     told = model.config.mhla_measured
     assert 0 < told["kept"]["kl"] < told["fitted"]["kl"] < told["converted"]["kl"]
     assert sum(map(len, model.config.mhla["softmax_heads"].values())) == 3

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..blocks import Blocks
 from ..reference import divide_or_zero, inner_products, token_relations
-from .inputs import WindowedInputs
+from .inputs import WindowedInputs, WindowedOptions
 from .salient import VOTE_UNITS, voting_places
 
 
@@ -42,14 +42,7 @@ def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     token_mixing = mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
     score = inner_products(q, k, dtype) * options.scale
     if options.salient:
-        places = torch.zeros(options.block_size, dtype=torch.bool, device=q.device)
-        places[voting_places(options)] = True
-        votes = (
-            near
-            & (block_distance == options.window - 2)[:, None]
-            & places[position % options.block_size][:, None, :, None]
-        )
-        salient = salient_tokens(score, near, far, votes, k.shape[2], options.salient)
+        salient = salient_tokens(score, near, far, block_distance, position, k.shape[2], options)
         near, far = near | salient, far & ~salient  # [B, H, T, S]
     far_weight = token_mixing * inner_products(q_features, k_features, dtype)
     if balance is None:
@@ -66,17 +59,29 @@ def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     return divide_or_zero(o, weight.sum(-1).transpose(1, 2)) if options.normalize else o
 
 
-def salient_tokens(score: Tensor, near: Tensor, far: Tensor, is_vote: Tensor, num_kv_heads: int, count: int) -> Tensor:
-    """Return which far tokens stay near each query, bool [B, H, T, S]: the `count` ones with the most votes per KV head.
+def salient_tokens(
+    score: Tensor,
+    near: Tensor,
+    far: Tensor,
+    block_distance: Tensor,
+    position: Tensor,
+    num_kv_heads: int,
+    options: WindowedOptions,
+) -> Tensor:
+    """Return which far tokens stay near each query, bool [B, H, T, S]: those with the most votes per KV head (`salient.py`).
 
-    A query votes with its softmax weights over window and sinks: the largest among the query heads of a KV head. `is_vote`
-    bool [B, 1, T, S] says for which tokens. Of equal tokens, earlier ones stay.
+    score is [B, H, T, S], bool near and far [B, 1, T, S], block_distance [B, T, S], and position [B, T].
     """
     weight = score.masked_fill(~near, float("-inf")).softmax(-1).nan_to_num()  # a query that is padding sees no key
+    places = torch.zeros(options.block_size, dtype=torch.bool, device=score.device)
+    places[voting_places(options)] = True
+    is_vote = (
+        near & (block_distance == options.window - 2)[:, None] & places[position % options.block_size][:, None, :, None]
+    )
     is_vote = is_vote & near.diagonal(dim1=2, dim2=3)[..., None]  # what is no key is no voter
     largest = torch.where(is_vote, weight, 0).unflatten(1, (num_kv_heads, -1)).amax(2)  # [B, G, T, S]
     votes = (largest * VOTE_UNITS).round().sum(2)  # [B, G, S]
     order = votes.argsort(descending=True, stable=True).argsort()  # the rank of each token among all
     is_better = (order[..., None, :] < order[..., None]).to(score.dtype)  # [B, G, S, S']
     rank = far.to(score.dtype) @ is_better.mT  # among the tokens that are far from a query, [B, G, T, S]
-    return (far & (rank < count)).repeat_interleave(score.shape[1] // num_kv_heads, 1)
+    return (far & (rank < options.salient)).repeat_interleave(score.shape[1] // num_kv_heads, 1)
