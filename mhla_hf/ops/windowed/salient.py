@@ -17,11 +17,11 @@ from torch import Tensor
 from ..state import RowState
 from .inputs import WindowedOptions
 
-NEVER = float("-inf")  # the votes of what can not be kept
+NEVER = float("-inf")  # the votes for what cannot be kept
 # Votes are whole numbers of this part of a weight: their sum then does not depend on the order, and weights that saturate at
 # 1 are equal rather than different by rounding. fp32 counts those of 256 queries.
 VOTE_UNITS = 2.0**16
-VOTE_EVERY = 4  # queries; more votes earned nothing on SmolLM2
+VOTE_EVERY = 4  # queries: votes then cost a quarter of what they cost if all vote
 
 
 def voting_places(options: WindowedOptions) -> slice:
@@ -94,7 +94,7 @@ class SalientState(RowState):
         self.cast.mul_(~opens)
 
     def forget_next(self, options: WindowedOptions) -> None:
-        """Make what the block of the last token sees what the next one sees, in place."""
+        """Undo all decisions for the next block, in place: it sees what the block of the last token sees."""
         now = self.now & (self.position >= 0)
         num_empty = options.salient - now.sum(-1, keepdim=True)
         self.next.copy_(now | (~now & ((~now).cumsum(-1) <= num_empty)))
@@ -123,8 +123,9 @@ class SalientTokens(NamedTuple):
     Args:
         kept: int64 [B, G, M, N], the tokens that stay near the queries of each block; -1 for none.
         left: int64 [B, G, M, C], the tokens that become far at each block; -1 for none.
-        votes: [B, G, M, N], the votes of the tokens that block and state know of for a block, the best first.
-        tokens: int64 [B, G, M, N], these tokens. They differ from `kept` for the block that a state was in.
+        tokens: int64 [B, G, M, N], the best tokens so far, from which the choice for the next block starts. They are `kept`,
+            except for the block of a state's last token, which has decided something already.
+        votes: [B, G, M, N], the votes for `tokens`.
     """
 
     kept: Tensor
@@ -169,9 +170,8 @@ def choose_salient(
     best = votes.new_full((batch, num_kv_heads, count), NEVER)
     tokens = torch.full_like(best, -1, dtype=torch.int64)
     none = tokens.new_full((batch, num_kv_heads, size), -1)
-    step = block_index[..., None] * size + torch.arange(
-        -size, 0, device=votes.device
-    )  # that compares a token, [.., M, C]
+    # The step of the block before that compares each token of the block that leaves, [B or 1, M, C].
+    step = block_index[..., None] * size + torch.arange(-size, 0, device=votes.device)
     is_new = (block_index >= window)[..., None].expand_as(step)
     seen, last_block = tokens, None
     if state is not None and before is not None:
