@@ -1,8 +1,9 @@
 """Measure what conversions keep of a real language model, by position in long texts.
 
-Every form is fitted on one text, and its gates choose the KV heads that keep softmax. Others judge it: KL to the original
-and perplexity by position, and recall, the mean log-probability of the second copy of half a row. "window" is a conversion
-whose far part is off (DuoAttention), "wide window" has the heads of MHLA and as many bytes in the cache.
+The KV heads that keep softmax are chosen on one text, on which forms with a far part are also fitted. Others judge it: KL
+to the original and perplexity by position, and recall, the mean log-probability of the second copy of half a row. "salient"
+is the default with as many salient tokens as it says. "window" has a window alone (DuoAttention) and "wide window" as many
+bytes as 128 salient tokens, "MHLA" a far part of MHLA by decays, and "plain sum" one without decay.
 """
 
 import functools
@@ -16,14 +17,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mhla_hf import load_adapter, save_adapter
 from mhla_hf.checkpoints.file_io import atomic_file
 from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
-from mhla_hf.conversion.fit import GateFit, OutputFit, largest_gates
-from mhla_hf.conversion.language import GATE_STEPS, give_softmax_back, read_rows
+from mhla_hf.conversion.fit import OutputFit, highest_scores, score_heads
+from mhla_hf.conversion.language import give_softmax_back, read_rows
 from mhla_hf.conversion.sizes import sizes_of_layers
 from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.training.adapters import SETTINGS_FILE, WEIGHTS_FILE
@@ -36,14 +38,12 @@ OFF = -100.0  # balance that switches the far part off
 BYTES_AT = (1024, 4096, 8192)  # tokens at which the bytes of the cache are counted, up to the positions of SmolLM2
 PART = 512  # tokens whose logits are in memory at once
 FORMS: dict[str, tuple[dict[str, Any], bool]] = {  # settings that differ from the defaults; whether the far part is on
-    "MHLA": ({"feature_map": "exp"}, True),
-    "MHLA, own text": ({"feature_map": "exp"}, True),
-    "MHLA, no text": ({}, True),
-    "plain sum": ({"feature_map": "exp", "free_decay": False}, True),
+    **{f"salient {count}": ({"salient": count}, False) for count in (64, 128, 256, 512)},
+    "salient 128, own text": ({"salient": 128}, False),
     "window": ({}, False),
-    "wide window": ({"window": 9}, False),
-    "MHLA, 128 salient tokens": ({"feature_map": "exp", "salient": 128}, True),
-    "window, 128 salient tokens": ({"salient": 128}, False),
+    "wide window": ({"window": 8}, False),
+    "MHLA": ({"feature_map": "exp"}, True),
+    "plain sum": ({"feature_map": "exp", "free_decay": False, "length_power": False}, True),
 }
 
 
@@ -58,26 +58,25 @@ load_tokenizer = functools.partial(AutoTokenizer.from_pretrained, trust_remote_c
 
 
 def fit(arguments: Mapping[str, Any], form: str, seed: int) -> dict[str, Any]:
-    """Fit a form with its gates, or load it from the file of an earlier call; the seed selects passages of the text."""
+    """Fit a form and score its heads, or load both from the file of an earlier call; the seed selects passages."""
     file = Path(arguments["work"]) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
     if file.exists():
         return torch.load(file)
     settings, is_far_on = FORMS[form]
     model, tokenizer = load(arguments["model"]), load_tokenizer(arguments["model"])
     started = time.monotonic()
-    rows = read_rows(model, tokenizer, "self" if form == "MHLA, own text" else arguments["fit"], seed, False)
+    text = "self" if form.endswith("own text") else arguments["fit"]
+    rows = read_rows(model, tokenizer, text, seed, False, effort=float(is_far_on))
     convert(model, layers="all", **settings)
-    if not is_far_on:
-        switch_off(model)
-    elif form != "MHLA, no text":
+    if is_far_on:
         output_fit = OutputFit(model, steps=len(rows.fit))
         for ids in rows.fit:
             output_fit.step(ids)
-    gate_fit = GateFit(model, rows.gates)
-    for _ in range(GATE_STEPS):
-        gate_fit.step()
+    elif "salient" not in settings:
+        switch_off(model)
+    scores = score_heads(model, rows.scored[0], tqdm(disable=True))
     state = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
-    result = {"mhla": state, "gates": gate_fit.by_layer(), "seconds": time.monotonic() - started}
+    result = {"mhla": state, "scores": scores, "seconds": time.monotonic() - started}
     with atomic_file(file) as temporary_path:
         torch.save(result, temporary_path)
     return result
@@ -90,7 +89,7 @@ def converted(arguments: Mapping[str, Any], job: Row) -> tuple[Any, dict[str, An
     convert(model, layers="all", **FORMS[job["form"]][0])
     model.load_state_dict(fitted["mhla"], strict=False)
     if job["heads"]:
-        give_softmax_back(model, largest_gates(fitted["gates"], job["heads"]))
+        give_softmax_back(model, highest_scores(fitted["scores"], job["heads"]))
     return model, fitted
 
 
@@ -140,11 +139,9 @@ def count_bytes(
     num_heads = sum(size.num_kv_heads for size in sizes)
     token_bytes = sum(size.token_bytes for size in sizes) / num_heads
     state_bytes = sum(size.state_bytes for size in sizes) / num_heads
-    if not is_far_on:
+    if not is_far_on and not settings.get("salient"):
         core = mhla_layers(model)[0].mhla
-        num_features, salient = core.k_map.num_features, core.options.salient
-        state_bytes -= (core.mixing.num_decays + 1) * num_features * (core.value_dim + 1) * 4
-        state_bytes -= (salient + core.options.block_size) * num_features * 2 if salient else 0
+        state_bytes -= (core.mixing.num_decays + 1) * core.k_map.num_features * (core.value_dim + 1) * 4
     lengths = sorted({min(n, model.config.max_position_embeddings) for n in BYTES_AT})
     return {
         "bytes": {str(n): round(heads * token_bytes * n + (num_heads - heads) * state_bytes) for n in lengths},
@@ -159,17 +156,13 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     made_as: Row
     if job["form"] in FORMS:
         settings, is_far_on = FORMS[job["form"]]
-    if job["form"] == "wide window":
-        rows = json.loads(Path(arguments["out"]).read_text(encoding="utf-8"))["rows"]
-        heads = next(row["softmax_heads"] for row in rows if {**job, "form": "MHLA"}.items() <= row.items())
-        model, made_as = window_model(load(arguments["model"]), heads, **settings), {"softmax_heads": heads}
-    elif job["form"] in FORMS:
+    if job["form"] in FORMS:
         model, fitted = converted(arguments, job)
-        made_as = {"seconds": fitted["seconds"], "softmax_heads": largest_gates(fitted["gates"], job["heads"])}
+        made_as = {"seconds": fitted["seconds"], "softmax_heads": highest_scores(fitted["scores"], job["heads"])}
     else:
         model = load_folder(arguments, job)
-        is_far_on = any(attention.mhla.mixing.balance.max() > OFF / 2 for attention in mhla_layers(model).values())
-        settings = {name: model.config.mhla[name] for name in ("feature_map", "window", "num_decays")}
+        settings = {name: model.config.mhla[name] for name in ("feature_map", "window", "num_decays", "salient")}
+        is_far_on = not settings["salient"]
         made_as = {"softmax_heads": model.config.mhla["softmax_heads"]}
     row = {**job, "far": is_far_on, **made_as}
     row.update(count_bytes(arguments["model"], settings, job["heads"], is_far_on))

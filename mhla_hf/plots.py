@@ -31,14 +31,14 @@ STYLE: dict[str, Any] = {
 def draw_heads(measured: Mapping[str, Any]) -> str:
     """Return a text map of KV heads, one line per head and one column per layer: "#" keeps softmax, "." became MHLA.
 
-    `measured` is `config.mhla_measured` of a conversion that chose heads by gates. A head that a layer lacks is a space.
+    `measured` is `config.mhla_measured` of a conversion that chose heads. A head that a layer lacks is a space.
     """
-    gates = measured["gates"]
+    scores = measured.get("head_scores") or measured["gates"]  # as older conversions have them
     softmax_heads = measured["softmax_heads"]
-    layers = range(max(map(int, gates)) + 1)
+    layers = range(max(map(int, scores)) + 1)
     lines = ["layer " + "".join(str(layer % 10) for layer in layers)]
-    for head in range(max(map(len, gates.values()))):
-        has_head = {layer: head < len(gates.get(str(layer), ())) for layer in layers}
+    for head in range(max(map(len, scores.values()))):
+        has_head = {layer: head < len(scores.get(str(layer), ())) for layer in layers}
         marks = ("#" if head in softmax_heads.get(str(x), ()) else "." if has_head[x] else " " for x in layers)
         lines.append(f"KV {head:<3}{''.join(marks)}".rstrip())
     return "\n".join(lines)
@@ -62,7 +62,9 @@ def render_report(measured: Mapping[str, Any]) -> str:
         kl = f"{values['kl']:.4f}" if "kl" in values else "0"
         rows.append([name, kl, f"{values['perplexity']:.2f}", f"{values['recall']:.3f}"])
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
-    heads = ["KV heads that keep softmax (#):", draw_heads(measured)] if "gates" in measured else []
+    heads = (
+        ["KV heads that keep softmax (#):", draw_heads(measured)] if {"head_scores", "gates"} & measured.keys() else []
+    )
     return "\n".join([table, *caches, *heads])
 
 

@@ -31,20 +31,20 @@ def plot_journey(path: Path, results: Mapping[str, Any], measured: Mapping[str, 
             steps = [times[name] for times in results["decoding"].values()]
             time.plot(lengths, steps, color=colors[name], marker="o", label=name)
         _label_lengths(time, lengths, "One more token, fp32, not compiled", "milliseconds")
-        _draw_gates(heads, measured)
+        _draw_heads(heads, measured)
 
 
-def _draw_gates(axes: Any, measured: Mapping[str, Any]) -> None:
-    layers = sorted(measured["gates"], key=int)  # JSON sorts them as strings
-    gates = [measured["gates"][layer] for layer in layers]
-    num_heads = max(map(len, gates))
-    values = [[layer[head] if head < len(layer) else math.nan for layer in gates] for head in range(num_heads)]
-    image = axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    axes.figure.colorbar(image, ax=axes, label="gate (1: softmax)")
+def _draw_heads(axes: Any, measured: Mapping[str, Any]) -> None:
+    layers = sorted(measured["head_scores"], key=int)  # JSON sorts them as strings
+    scores = [measured["head_scores"][layer] for layer in layers]
+    num_heads = max(map(len, scores))
+    values = [[layer[head] if head < len(layer) else math.nan for layer in scores] for head in range(num_heads)]
+    image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto")
+    axes.figure.colorbar(image, ax=axes, label="change of the loss, nats")
     marks = [(index, head) for index, layer in enumerate(layers) for head in measured["softmax_heads"].get(layer, ())]
     if marks:
         axes.plot(*zip(*marks, strict=True), "s", color=COLORS["linear"], markersize=5)
-    axes.set_xticks(range(0, len(gates), 5), layers[::5])
+    axes.set_xticks(range(0, len(scores), 5), layers[::5])
     axes.set_yticks(range(num_heads))
     axes.set(title="KV heads that keep softmax (marked)", xlabel="layer", ylabel="KV head")
 

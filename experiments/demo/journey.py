@@ -170,7 +170,7 @@ class Journey:
 
     def make_models(self) -> None:
         """Create the converted model in `mhla`, and determine the window that has as many bytes."""
-        self.announce("convert", "MHLA heads learn from softmax heads, gates choose the heads that keep softmax")
+        self.announce("convert", "the heads that keep softmax are chosen; the others keep a window and salient tokens")
         if missing(self.out / "mhla"):
             part, text = self.out / "mhla.part", str(self.out / "train.txt")
             options: dict[str, Any] = {"keep": KEEP, "seed": SEED, "effort": self.effort, "progress": self.progress}
@@ -180,7 +180,7 @@ class Journey:
         config = json.loads((self.out / "mhla" / "config.json").read_text(encoding="utf-8"))
         self.measured: dict[str, Any] = config["mhla_measured"]
         folder, num_kept = self.out / "teacher", sum(map(len, self.measured["softmax_heads"].values()))
-        mhla = count_bytes(folder, {"feature_map": "exp"}, num_kept, True)
+        mhla = count_bytes(folder, {"salient": config["mhla"]["salient"]}, num_kept, False)
         first = config["mhla"]["window"]
         blocks = itertools.count(first)
         windows = (count_bytes(folder, {"window": window}, num_kept, False)["bytes"] for window in blocks)
@@ -310,7 +310,7 @@ def describe_table(results: Mapping[str, Any]) -> str:
     length = results["length"]
     return (
         f"Held-out rows of {length:,} tokens; recall: mean log-probability of the second copy of {length // 2:,} tokens. "
-        "MHLA: a sixth of the KV heads, chosen by gates, keeps softmax. Window, same heads: the others have only a window, "
+        "MHLA: a sixth of the KV heads keeps softmax. Window, same heads: the others have no salient tokens but a window "
         f"of {results['window']} blocks, which takes as many bytes. Window alone: no head keeps softmax."
     )
 
@@ -334,7 +334,7 @@ tags: [mhla, linear-attention]
 ---
 # {Path(base).name} with MHLA, as an adapter
 
-Made by `{results["command"]}`, which fitted it to {results["model"]} on {results["text"]}.
+Made by `{results["command"]}`, which converted it from {results["model"]} on {results["text"]}.
 
 ```python
 import mhla_hf

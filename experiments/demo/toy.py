@@ -38,7 +38,7 @@ RECIPES = Path(__file__).parent / "recipes"
 STUDENTS: dict[str, dict[str, Any]] = {  # settings that differ from the recipe's
     "mhla": {},
     "linear": {"mixing_form": "softmax", "windowed": False, "mixing_start": "uniform", "learn_mixing": False},
-    "hybrid": {},  # a quarter of the KV heads keeps softmax, chosen by gates
+    "hybrid": {"salient": 0},  # a quarter of the KV heads keeps softmax
 }
 QUICK, FULL = ("teacher", "hybrid", "linear"), ("teacher", "mhla", "linear", "hybrid")
 TEACHER = Path(__file__).parents[2] / "model_cards" / "checkpoints" / "demo-teacher"

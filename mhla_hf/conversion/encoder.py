@@ -21,7 +21,7 @@ def read_encoder_rows(
     """Read the batches that a text encoder is converted with; the arguments are those of `language.read_rows`.
 
     The inputs of a batch are equally long, up to `ROW_TOKENS` with the tokenizer's special tokens around them. A short
-    text is read several times. There are no batches for gates.
+    text is read several times. No heads are scored.
     """
     if isinstance(text, str) and text == "self":
         raise ValueError(f'text: got "self" with {type(model).__name__}, which writes no text, expected a text.')

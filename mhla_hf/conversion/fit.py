@@ -1,8 +1,8 @@
 """Fitting the MHLA heads of a converted text model to its softmax original, and choosing which KV heads keep softmax.
 
-The base's weights never change. First, every MHLA layer learns the output of its softmax original, on the inputs that the
-original's layer gets (`OutputFit`). Then a gate for each KV head, between softmax and MHLA, learns from the loss of the
-whole model how much it needs that head's softmax (`GateFit`); the heads with the largest gates keep softmax.
+The base's weights never change. First, every MHLA layer that has parameters learns the output of its softmax original, on
+the inputs that the original's layer gets (`OutputFit`). Then one backward pass of the original tells how much its loss
+depends on what each KV head would lose (`score_heads`); the heads with the largest scores keep softmax.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,27 +11,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from ..data import TokenRing
 from ..models.transformers_api import recomputed_layers
-from ..ops.reference import inner_products
-from ..ops.windowed.definition import salient_tokens
-from .teacher import GatedCore, log_probabilities, mean_kl, mhla_layers, replaced_cores, run_body, softmax_instead
+from .teacher import ChangedCore, log_probabilities, mhla_layers, replaced_cores, run_body, softmax_instead
 
 FIT_LR, UPDATES = 3e-2, 2  # learning rate of the first step, and updates by Adam per step
 START_TOKENS = 1024  # per row, at most, from which the far part is initialized
 NEGLIGIBLE = 1e-3  # up to this sum of the weights of all far tokens, over all queries, a balance is not changed
-GATE_START, GATE_LR, GATE_PENALTY = 0.5, 0.08, 0.004
-GATE_BETAS, GATE_EPS = (0.8, 0.95), 1e-3
-KL_POSITIONS = 128  # per row, at which predictions are compared: logits of a large vocabulary cost more than the layers
+# Positions per row at which predictions are compared, or give the loss by which heads are scored: logits of a large
+# vocabulary cost more than the layers.
+KL_POSITIONS, SCORED_POSITIONS = 128, 1024
 
 
 @dataclass
 class Rows:
-    """The text of a conversion, in batches of token ids, int64 [N, T] each."""
+    """The text of a conversion, in batches of token ids, int64 [N, T] each: to fit, to score heads by, and to measure on."""
 
     fit: list[torch.Tensor]
-    gates: list[torch.Tensor]
+    scored: list[torch.Tensor]
     held_out: list[torch.Tensor]
     name: str
 
@@ -180,18 +179,13 @@ def balance_masses(
     mixing = core.mixing()[0].matrix(int(block[-1]) + 1, options.window, options.both_ways)  # [H, M, M]
     mixing = mixing[:, block[:, None], block]  # [H, T, T]
     scale = options.scale if scale is None else scale
-    kept = torch.zeros(len(q), q.shape[2], 1, 1, dtype=torch.bool, device=q.device)
-    if options.salient:  # what stays near is not far
-        scores = inner_products(q, k, torch.float32) * scale
-        near, far = ((x & ~is_hidden).expand(len(q), 1, -1, -1) for x in (~is_far, is_far))
-        kept = salient_tokens(scores, near, far, distance[None], token[None], k.shape[2], options)
 
     def weights(head: int, row: int) -> Sequence[torch.Tensor]:
         kv_head = head * k.shape[2] // q.shape[2]
         score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
         log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
         weight = (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
-        return score.masked_fill(kept[row, head], float("-inf")), log_total, weight.masked_fill(kept[row, head], 0)
+        return score, log_total, weight
 
     set_balance(core, weights, len(q), is_far)
 
@@ -211,74 +205,45 @@ def once_and_twice(model: Any, ids: torch.Tensor, once: torch.Tensor, twice: tor
     return log_probabilities(model, row, torch.cat([once, twice])).split([len(once), len(twice)], 1)
 
 
-def compared_positions(length: int, second_half: bool) -> torch.Tensor:
-    """Return up to `KL_POSITIONS` evenly spaced positions, int64 [N], of a row of `length` tokens or of its second half."""
-    first = length // 2 if second_half else 0
-    count = min(KL_POSITIONS, length - first)
+def compared_positions(length: int, count: int = KL_POSITIONS, first: int = 0) -> torch.Tensor:
+    """Return up to `count` evenly spaced positions, int64 [N], from `first` to `length`."""
+    count = min(count, length - first)
     return first + torch.arange(count) * (length - first) // count
 
 
-class GateFit:
-    """Learns a gate for each KV head of every MHLA layer: how much the model needs that head's softmax.
+def score_heads(model: Any, ids: torch.Tensor, bar: tqdm) -> dict[int, list[float]]:
+    """Score each KV head of every MHLA layer: how much the original's loss depends on its softmax, in nats per token.
 
-    The loss is the KL to the softmax original plus `GATE_PENALTY` times the sum of all gates. Every row gives two examples:
-    the row itself, and the row read twice, so that recall counts. The constructor runs the softmax original on them.
+    To first order, the loss changes by the product of its gradient by the head's output and the difference between MHLA's
+    and softmax's output. The score is the sum over tokens of its absolute value, so that opposite changes do not cancel.
+
+    Args:
+        model: A converted language model in eval mode.
+        ids: A row of token ids, int64 [1, T], whose own tokens give the loss.
+        bar: Is moved on by 2 for each MHLA layer.
     """
-
-    def __init__(self, model: Any, rows: Sequence[torch.Tensor]) -> None:
-        self.model = model
-        self.done = 0
-        self.sizes = {index: attention.mhla.num_kv_heads for index, attention in mhla_layers(model).items()}
-        self.gates = nn.Parameter(torch.full((sum(self.sizes.values()),), GATE_START))
-        self.optimizer = torch.optim.Adam([self.gates], lr=GATE_LR, betas=GATE_BETAS, eps=GATE_EPS)
-        self.examples: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # row, positions, log-probabilities
-        for ids in rows:
-            examples = [(ids, False), (read_twice(model, ids), True)]
-            positions = [compared_positions(row.shape[1], second_half) for row, second_half in examples]
-            with torch.no_grad(), softmax_instead(model):
-                teacher = once_and_twice(model, ids, *positions)
-            self.examples += [(row, at, x.half()) for (row, _), at, x in zip(examples, positions, teacher, strict=True)]
-
-    def step(self) -> float:
-        """Update the gates by Adam on the next example, and return the KL to the original before it, in nats per token."""
-        ids, positions, teacher = self.examples[self.done % len(self.examples)]
-        gates = iter(self.gates.detach().to(self.model.device).split(list(self.sizes.values())))
-        trainable = [x for x in self.model.parameters() if x.requires_grad]
-        for x in trainable:  # only gates need gradients here
-            x.requires_grad_(False)
-        try:
-            gated = replaced_cores(mhla_layers(self.model), lambda core: GatedCore(core, next(gates)))
-            with gated as cores, recomputed_layers(self.model):
-                kl = mean_kl(teacher.float(), log_probabilities(self.model, ids, positions))
-                gradients = torch.autograd.grad(kl, [core.gate for core in cores.values()])
-        finally:
-            for x in trainable:
-                x.requires_grad_(True)
-        self.gates.grad = torch.cat([gradient.cpu() for gradient in gradients]) + GATE_PENALTY
-        self.optimizer.step()
-        self.gates.data.clamp_(0, 1)
-        self.done += 1
-        return float(kl.detach())
-
-    def by_layer(self) -> dict[int, list[float]]:
-        """Return the gates as {layer: [gate of each KV head]}."""
-        gates = self.gates.detach().split(list(self.sizes.values()))
-        return {layer: gate.tolist() for layer, gate in zip(self.sizes, gates, strict=True)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done, "gates": self.gates.detach().clone(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done = state["done"]
-        self.gates.data.copy_(state["gates"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    num_tokens = ids.shape[1]
+    positions = compared_positions(num_tokens - 1, SCORED_POSITIONS, num_tokens // 8)
+    trainable = [x for x in model.parameters() if x.requires_grad]
+    for x in trainable:  # only the changes need gradients here
+        x.requires_grad_(False)
+    try:
+        changed = replaced_cores(mhla_layers(model), lambda core: ChangedCore(core, num_tokens, bar.update))
+        with changed as cores, recomputed_layers(model):
+            log_p = log_probabilities(model, ids, positions)
+            loss = -log_p.gather(-1, ids[:, positions + 1, None].to(log_p.device)).mean()
+            gradients = torch.autograd.grad(loss, [core.change for core in cores.values()])
+    finally:
+        for x in trainable:
+            x.requires_grad_(True)
+    return {index: x.abs().sum(0).tolist() for index, x in zip(cores, gradients, strict=True)}
 
 
-def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[int]]:
-    """Return the `count` KV heads with the largest gates, sorted; among equal gates, earlier layers and heads come first."""
-    heads = [(layer, head) for layer, values in gates.items() for head in range(len(values))]
-    by_gate = sorted(heads, key=lambda head: -gates[head[0]][head[1]])
+def highest_scores(scores: dict[int, list[float]], count: int) -> dict[int, list[int]]:
+    """Return the `count` KV heads with the highest scores, sorted; of equal ones, earlier layers and heads come first."""
+    heads = [(layer, head) for layer, values in scores.items() for head in range(len(values))]
+    by_score = sorted(heads, key=lambda head: -scores[head[0]][head[1]])
     kept_heads: dict[int, list[int]] = {}
-    for layer, head in sorted(by_gate[:count]):
+    for layer, head in sorted(by_score[:count]):
         kept_heads.setdefault(layer, []).append(head)
     return kept_heads

@@ -1,4 +1,4 @@
-"""convert() with text: MHLA heads learn from the softmax original, and some KV heads of a language model keep softmax.
+"""convert() with text: some KV heads of a language model keep softmax, and MHLA heads that can learn do from the original.
 
 The batches that an encoder reads, and the scores it gets, are in `encoder.py`.
 """
@@ -23,17 +23,27 @@ from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import MHLASettings, is_whole
 from ..plots import render_report
 from .encoder import EmbeddingScores, read_encoder_rows
-from .fit import GateFit, OutputFit, Rows, compared_positions, largest_gates, once_and_twice, read_twice, row_length
+from .fit import (
+    OutputFit,
+    Rows,
+    compared_positions,
+    highest_scores,
+    once_and_twice,
+    read_twice,
+    row_length,
+    score_heads,
+)
 from .sizes import LayerSizes, sizes_of_conversion
 from .steps import check_learning, check_report, is_number, parse_share
 from .teacher import is_encoder, mean_kl, mhla_layers, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
 logger = logging.getLogger("mhla_hf")
-# Numbers of rows, of ROW_TOKENS tokens each: to fit outputs, to learn gates, and to measure on.
-ROW_TOKENS, FIT_ROWS, GATE_ROWS, HELD_OUT_ROWS = 1024, 28, 3, 2
-LONG_TOKENS, LONG_ROWS = 4096, 5  # of FIT_ROWS, this many are longer: far recall needs them, but they take time
-GATE_STEPS = 20
+# Numbers of rows, of ROW_TOKENS tokens each: to fit outputs, and to measure on.
+ROW_TOKENS, FIT_ROWS, HELD_OUT_ROWS = 1024, 28, 2
+# The row by which heads are scored is longer, and this many of FIT_ROWS: far recall needs them, but they take time.
+LONG_TOKENS, LONG_ROWS = 4096, 5
+SALIENT = 128  # tokens per KV head, by default
 MEASURED_POSITIONS = 256  # per held-out row, at most
 SAVE_EVERY = 30.0  # seconds
 REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
@@ -57,8 +67,12 @@ def convert_with_text(
     if not is_text_encoder and not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
         raise ValueError(f"{start}, which predicts no tokens, expected a ...ForCausalLM.")
     layers = "all" if layers is None and settings is None else layers
-    if settings is None:  # "exp" features are unbounded, which is safe because the text shows where to start them
+    if settings is None and is_text_encoder:
         overrides = {"feature_map": "exp", **overrides}
+    elif settings is None:
+        # Without salient tokens, heads learn from the text, which shows where unbounded features start.
+        salient = 0 if overrides.get("windowed") is False else SALIENT
+        overrides = {"feature_map": "exp", "salient": salient, **overrides}
     mhla_settings = checked_settings(model, family, settings, layers, overrides)
     if not mhla_settings.windowed or mhla_settings.softmax_heads:
         conflict = "windowed=False" if not mhla_settings.windowed else "softmax_heads"
@@ -82,11 +96,11 @@ def convert_with_text(
     window, block_size = mhla_settings.window, mhla_settings.block_size
     shortest = (window + 1) * block_size + 1
     with renamed_errors("data", "text"):
-        rows = read(model, tokenizer, text, seed, progress, effort, shortest)
-    if (row_tokens := rows.fit[0].shape[1]) < shortest:
+        rows = read(model, tokenizer, text, seed, progress, 0 if mhla_settings.salient else effort, shortest)
+    if (row_tokens := (rows.fit or rows.held_out)[0].shape[1]) < shortest:
         expected = f"a window and one block of less than the {row_tokens} tokens of a row"
         raise ValueError(f"window: got {window} with block_size {block_size}, expected {expected}.")
-    ids = [batch.tolist() for batch in (*rows.fit, *rows.gates, *rows.held_out)]
+    ids = [batch.tolist() for batch in (*rows.fit, *rows.scored, *rows.held_out)]
     config = {**model.config.to_dict(), "_name_or_path": None}
     saved_steps.identify(ids, effort, seed, num_kept_heads, mhla_settings.to_dict(), config, fingerprint_model(model))
     for x in (*model.parameters(), *model.buffers()):
@@ -96,7 +110,7 @@ def convert_with_text(
     convert_in_place(model, family, mhla_settings)
     if num_kept_heads:  # they compute softmax as the model did
         set_attention_function(model.config, attention_function)
-    report = learn_from_rows(model, rows, num_kept_heads, effort, seed, saved_steps, progress)
+    report = learn_from_rows(model, rows, num_kept_heads, seed, saved_steps, progress)
     if sizes is not None:
         report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"], model.config.max_position_embeddings)
     model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
@@ -108,15 +122,16 @@ def convert_with_text(
 def read_rows(
     model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1
 ) -> Rows:
-    """Read the rows of text that a language model is converted with, int64 [1, T] each; `effort` scales the number to fit.
+    """Read the rows of text that a language model is converted with, int64 [1, T] each.
 
-    Rows have `ROW_TOKENS` tokens, except that `LONG_ROWS` of those for fitting outputs have `LONG_TOKENS`. They are shorter
-    if the model has fewer positions or the text fewer tokens, but not shorter than `shortest`.
+    `effort` scales the number of rows to fit; with 0, there are none. Rows have `ROW_TOKENS` tokens, except that the one by
+    which heads are scored and `LONG_ROWS` of those to fit have `LONG_TOKENS`. They are shorter if the model has fewer
+    positions or the text fewer tokens, but not shorter than `shortest`.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     short_length, long_length = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
-    num_long = round(LONG_ROWS * effort) if long_length > short_length else 0
-    num_rows = HELD_OUT_ROWS + GATE_ROWS + max(1, round(FIT_ROWS * effort))
+    num_long = 1 + (round(LONG_ROWS * effort) if long_length > short_length else 0)
+    num_rows = 1 + HELD_OUT_ROWS + (max(1, round(FIT_ROWS * effort)) if effort else 0)
     # Passages have the long length; those that do not stay whole are cut into short rows.
     num_passages = num_long + -(-(num_rows - num_long) // (long_length // short_length))
     if isinstance(text, str) and text == "self":
@@ -129,18 +144,17 @@ def read_rows(
         short_length = row_length(source, short_length, shortest)
         if isinstance(source, TokenRing) and len(source.tokens) < num_passages * long_length:
             long_length = short_length
-            num_long, num_passages = 0, min(num_rows, len(source.tokens) // short_length)
+            num_long, num_passages = 1, min(num_rows, len(source.tokens) // short_length)
         passages, name = source.reader(long_length, seed, 0).take(num_passages)[0], source.name
     whole_rows = long_length // short_length * short_length
     short_rows = list(passages[num_long:, :whole_rows].reshape(-1, 1, short_length))[: num_rows - num_long]
-    num_held_out = min(HELD_OUT_ROWS, len(short_rows) // 6)
-    fit_start = num_held_out + min(GATE_ROWS, len(short_rows) // 5)
-    fit_rows = short_rows[fit_start:]
+    num_held_out = min(HELD_OUT_ROWS, max(1, len(short_rows) // 6))
+    fit_rows = short_rows[num_held_out:] if effort else []
     # Long rows come late, each followed by two short ones.
-    first_long = max(len(fit_rows) - 2 * (num_long - 1), 0)
-    for number, row in enumerate(passages[:num_long, None]):
+    first_long = max(len(fit_rows) - 2 * (num_long - 2), 0)
+    for number, row in enumerate(passages[1:num_long, None]):
         fit_rows.insert(first_long + 3 * number, row)
-    return Rows(fit_rows, short_rows[num_held_out:fit_start], short_rows[:num_held_out], name)
+    return Rows(fit_rows, [passages[:1]], short_rows[:num_held_out], name)
 
 
 @torch.no_grad()
@@ -210,55 +224,56 @@ class Checkpoint:
             expected = "a new file; delete it to start anew"
             raise ValueError(f"checkpoint: got {str(self.file)!r} of another conversion, expected {expected}.")
 
-    def run(self, name: str, fit: OutputFit | GateFit, inputs: Sequence[tuple[torch.Tensor, ...]], bar: tqdm) -> None:
+    def run(self, fit: OutputFit, inputs: Sequence[torch.Tensor], bar: tqdm) -> None:
         """Call `fit.step` with each of `inputs`, except for those that were done before the conversion was interrupted.
 
         The file is written every `SAVE_EVERY` seconds and after the last step. Without a bar, progress is logged then.
         """
-        if name in self.content:
-            fit.load_state_dict(self.content[name])
+        if "outputs" in self.content:
+            fit.load_state_dict(self.content["outputs"])
         bar.update(fit.done)
         while fit.done < len(inputs):
-            loss = fit.step(*inputs[fit.done])
+            loss = fit.step(inputs[fit.done])
             bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             bar.update()
             if time.monotonic() - self.saved < SAVE_EVERY and fit.done < len(inputs):
                 continue
             self.saved = time.monotonic()
             if bar.disable:
-                logger.info("%s: %d of %d, loss %.4f", name, fit.done, len(inputs), loss)
+                logger.info("fit: %d of %d, loss %.4f", fit.done, len(inputs), loss)
             if self.file is not None:
-                self.content[name] = fit.state_dict()
+                self.content["outputs"] = fit.state_dict()
                 message = f"checkpoint: got {str(self.file)!r}, expected a place with room to write"
                 with wrap_errors(message), atomic_file(self.file) as temporary:
                     torch.save(self.content, temporary)
 
 
 def learn_from_rows(
-    model: Any, rows: Rows, count: int, effort: float, seed: int, saved_steps: Checkpoint, progress: bool
+    model: Any, rows: Rows, count: int, seed: int, saved_steps: Checkpoint, progress: bool
 ) -> dict[str, Any]:
     """Fit the MHLA heads of a model that was just converted, choose `count` softmax heads, and return the report."""
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
         "text": public_name(rows.name),
-        "tokens": sum(x.numel() for x in (*rows.fit, *rows.gates)),
+        "tokens": sum(x.numel() for x in (*rows.fit, *rows.scored)),
         "seed": seed,
         "original": teacher.scores,
         "converted": teacher.compare(model),
     }
     check_report(report)
-    fit = OutputFit(model, steps=len(rows.fit))
-    with tqdm(total=len(rows.fit), desc="fit MHLA to softmax", unit="row", disable=not progress) as bar:
-        saved_steps.run("outputs", fit, [(x,) for x in rows.fit], bar)
-    fit.finish()
-    report["fitted"] = teacher.compare(model)
+    if rows.fit:
+        fit = OutputFit(model, steps=len(rows.fit))
+        with tqdm(total=len(rows.fit), desc="fit MHLA to softmax", unit="row", disable=not progress) as bar:
+            saved_steps.run(fit, rows.fit, bar)
+        fit.finish()
+        report["fitted"] = teacher.compare(model)
     softmax_heads: dict[int, list[int]] = {}
     if count:
-        gates, gate_steps = GateFit(model, rows.gates), max(1, round(GATE_STEPS * effort))
-        with tqdm(total=gate_steps, desc="choose softmax heads", unit="step", disable=not progress) as bar:
-            saved_steps.run("gates", gates, [()] * gate_steps, bar)
-        report["gates"] = {str(layer): [round(x, 3) for x in values] for layer, values in gates.by_layer().items()}
-        softmax_heads = largest_gates(gates.by_layer(), count)
+        num_passes = 2 * len(mhla_layers(model))
+        with tqdm(total=num_passes, desc="choose softmax heads", unit="layer", disable=not progress) as bar:
+            scores = score_heads(model, rows.scored[0], bar)
+        report["head_scores"] = {str(layer): [round(x, 5) for x in values] for layer, values in scores.items()}
+        softmax_heads = highest_scores(scores, count)
         give_softmax_back(model, softmax_heads)
         report["kept"] = teacher.compare(model)
     check_report(report)
@@ -292,7 +307,7 @@ class TeacherScores:
         predicted, losses, recalls = [], [], []
         for ids in self.rows:
             row = read_twice(model, ids)
-            copied = compared_positions(row.shape[1], True)
+            copied = compared_positions(row.shape[1], first=row.shape[1] // 2)
             of_row, of_copy = once_and_twice(model, ids, self.positions, copied - 1)
             predicted.append(of_row)
             next_ids = ids[:, self.positions + 1, None].to(of_row.device)  # [1, N, 1]

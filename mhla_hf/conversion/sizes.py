@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from ..checkpoints.load import wrap_errors
 from ..models.transformers_api import forward_cached
 from ..nn.settings import MHLASettings
-from ..ops.windowed.decoding import WindowedState
 from .teacher import mhla_layers, replaced_cores
 from .transformers_models import convert_transformers_model
 
@@ -29,7 +28,7 @@ class LayerSizes(NamedTuple):
 
 
 class CountingCore(nn.Module):
-    """Stands in for a `DecayMHLA`: its forward pass returns zeros, and sets `sizes`."""
+    """Stands in for the core of an MHLA layer: its forward pass returns zeros, and sets `sizes`."""
 
     def __init__(self, core: Any) -> None:
         super().__init__()
@@ -39,10 +38,8 @@ class CountingCore(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cos_sin: torch.Tensor | None = None, **unused: Any
     ) -> torch.Tensor:
-        num_decays, num_features = self.core.mixing.num_decays, self.core.k_map.num_features
         token_bytes = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
-        cos_sin = None if cos_sin is None else cos_sin.to(v.dtype)
-        state = WindowedState.empty(k.to(v.dtype), v, num_decays, num_features, self.core.options, cos_sin)
+        state = self.core.new_state(k.to(v.dtype), v, None if cos_sin is None else cos_sin.to(v.dtype))
         self.sizes = LayerSizes(self.core.num_kv_heads, token_bytes, state.nbytes())
         return v.new_zeros(*q.shape[:3], v.shape[3])
 

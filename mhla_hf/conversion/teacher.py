@@ -40,21 +40,31 @@ class SoftmaxCore(nn.Module):
         return o
 
 
-class GatedCore(nn.Module):
-    """Computes g * softmax + (1 - g) * MHLA with a gate g for each KV head, in place of an MHLA core."""
+class ChangedCore(nn.Module):
+    """Computes softmax attention in place of an MHLA core, plus `change` [T, G] times what MHLA would change; it is zero.
 
-    def __init__(self, core: Any, gate: torch.Tensor) -> None:
+    So the gradient of `change` is the effect of MHLA, to first order, on each token and KV head. The first of two forward
+    passes must be that of `recomputed_layers`, whose tensors are not kept: MHLA is computed in the second only. `notify` is
+    called after each.
+    """
+
+    def __init__(self, core: Any, num_tokens: int, notify: Callable[[], object]) -> None:
         super().__init__()
-        self.core = core
-        self.gate = nn.Parameter(gate)
+        self.core, self.notify = core, notify
+        self.change = nn.Parameter(torch.zeros(num_tokens, core.num_kv_heads))
+        self.is_recomputed = False
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
     ) -> torch.Tensor:
-        """Attend by softmax and by MHLA, for rows without padding."""
-        gate = self.gate.repeat_interleave(q.shape[2] // k.shape[2])[:, None].to(v.dtype)
+        """Attend to rows without padding."""
         o = softmax_attention(q, k, v, scale, self.core.causal)
-        return gate * o + (1 - gate) * self.core(q, k, v, scale=scale, **options)
+        with torch.no_grad():
+            difference = self.core(q, k, v, scale=scale, **options) - o if self.is_recomputed else torch.zeros_like(o)
+        self.is_recomputed = True
+        self.notify()
+        change = self.change.to(o).repeat_interleave(q.shape[2] // k.shape[2], 1)
+        return o + change[..., None] * difference
 
 
 def is_encoder(model: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..nn.core import MHLA
+from ..nn.salient import SalientCore
 from ..nn.sequence import SequenceMHLA
 from ..nn.windowed import DecayMHLA, TwoWayMHLA
 from .derived_classes import find_derived_class
@@ -17,11 +18,12 @@ from .vision.grid_attention import GRID_SWAP
 
 matrix_class = partial(find_derived_class, kinds=((LANGUAGE, replace(MATRIX_SWAP, matrix_core=MHLA)),))
 decay_class = partial(find_derived_class, kinds=((LANGUAGE, replace(CAUSAL_SWAP, decay_core=DecayMHLA)),))
+salient_class = partial(find_derived_class, kinds=((LANGUAGE, replace(CAUSAL_SWAP, salient_core=SalientCore)),))
 matrix_encoder_class = partial(find_derived_class, kinds=((ENCODERS, replace(ENCODER_SWAP, matrix_core=SequenceMHLA)),))
 decay_encoder_class = partial(find_derived_class, kinds=((ENCODERS, replace(ENCODER_SWAP, decay_core=TwoWayMHLA)),))
 vision_class = partial(find_derived_class, kinds=((VISION, GRID_SWAP),))
 
-LANGUAGE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA, decay_core=DecayMHLA)
+LANGUAGE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA, decay_core=DecayMHLA, salient_core=SalientCore)
 TEXT_SWAP = replace(ENCODER_SWAP, matrix_core=SequenceMHLA, decay_core=TwoWayMHLA)
-# Makes any converted class when it is read by its name, with the cores of both mixing forms.
+# Makes any converted class when it is read by its name, with the cores of all forms.
 __getattr__ = partial(find_derived_class, kinds=((LANGUAGE, LANGUAGE_SWAP), (ENCODERS, TEXT_SWAP), (VISION, GRID_SWAP)))

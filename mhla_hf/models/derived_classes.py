@@ -39,7 +39,8 @@ class AttentionSwap:
         mixin: First base of the MHLA attention classes.
         find_attentions: Returns the attention modules of a model, by layer index.
         core_sizes: Returns the core's arguments except `settings`, from an attention module and the configuration.
-        matrix_core, decay_core: The core that mixes blocks by a matrix or by decays; None where a module has none.
+        matrix_core, decay_core, salient_core: The core that mixes blocks by a matrix or by decays, or that keeps salient
+            tokens; None where a module has none.
         prepare: Changes the arguments of each forward pass of the model without its head, or None.
         finish: Called with the model and its settings when all layers are swapped, or None.
         replaces_masks: Whether to select MHLA for the whole model if it has no softmax, so that no T x T mask is built.
@@ -51,6 +52,7 @@ class AttentionSwap:
     core_sizes: Callable[[Any, Any], dict[str, Any]]
     matrix_core: Any = None
     decay_core: Any = None
+    salient_core: Any = None
     prepare: Callable[..., Any] | None = None
     finish: Callable[[Any, MHLASettings], None] | None = None
     replaces_masks: bool = True
@@ -104,10 +106,10 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         """Turn the attention modules of the layers in `settings.layers` (indices) into MHLA, in place."""
         swap, config = self.swap, self.config
         attentions = swap.find_attentions(self)
-        core_class = swap.decay_core if settings.mixing_form == "decay" else swap.matrix_core
+        core_class = getattr(swap, f"{settings.core}_core")
         if core_class is None:
-            expected = "the form with which this model was saved, the only one in its source"
-            raise ValueError(f"mixing_form: got {settings.mixing_form!r}, expected {expected}.")
+            got = f"mixing_form={settings.mixing_form!r} and salient={settings.salient}"
+            raise ValueError(f"mhla: got {got}, expected those of the saved model, the only ones in its source.")
         layers: Any = settings.layers
         for attention in (attentions[index] for index in layers):
             core = core_class(settings, **swap.core_sizes(attention, config))
@@ -125,7 +127,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         self._can_compile_fullgraph = core_class.compiles_fullgraph
 
     def entry_to_save(self: Any) -> str:
-        return self.family.kind.sources["decay" if self.config.mhla["mixing_form"] == "decay" else "matrix"]
+        return self.family.kind.sources[MHLASettings.from_dict(self.config.mhla).core]
 
     def class_names(self: Any) -> list[str]:
         return [f"MHLA{name}" for name in base_classes(self.family)]
@@ -168,7 +170,7 @@ def derived_config_class(family: Family) -> Any:
 def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
     config = derived_config_class(family)
     copy_weight_renames(family.base, config.model_type)
-    cores = [core for core in (swap.matrix_core, swap.decay_core) if core is not None]
+    cores = [core for core in (swap.matrix_core, swap.decay_core, swap.salient_core) if core is not None]
     members: dict[str, Any] = {
         "__doc__": f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists.",
         "config_class": config,

@@ -95,7 +95,7 @@ CAUSAL = AttentionKind(
     entry="models.converted",
     defaults={**WINDOWED_DECAYS, "rope": "near", "window": 6, "length_power": True},
     auto_classes=("AutoModelForCausalLM", *AUTO_CLASSES),
-    sources={"decay": "models.converted:decay_class", "matrix": "models.converted:matrix_class"},
+    sources={core: f"models.converted:{core}_class" for core in ("matrix", "decay", "salient")},
 )
 ENCODER = AttentionKind(
     noun="an encoder",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,12 +21,8 @@ from .families import FAMILIES, Family
 
 # The oldest and the newest release that the tests run on.
 TESTED_TRANSFORMERS = ("5.19.0", "5.24.0")
-FUSED_SOFTMAX = [
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-]
+
+
 # Auto class -> {model type: class name}
 AUTO_CLASS_NAMES = {
     "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
@@ -89,15 +85,11 @@ def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def recomputed_layers(model: nn.Module) -> Iterator[None]:
-    """Recompute a model's decoder layers in the backward pass: transformers' checkpointing works in training mode only.
-
-    Outputs of fused softmax are kept: they are small and take long.
-    """
-    keep_softmax = functools.partial(create_selective_checkpoint_contexts, FUSED_SOFTMAX)
+    """Recompute a model's decoder layers in the backward pass: transformers' checkpointing works in training mode only."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     previous_forwards = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=keep_softmax)
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     try:
         yield
     finally:

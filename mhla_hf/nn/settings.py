@@ -154,8 +154,9 @@ class MHLASettings:
         window: Number of blocks in the softmax window, including the current block. In encoders, the window also
             has `window - 1` blocks after the current one; in grids, on either side along every axis.
         sinks: Number of tokens at the start of a sequence that stay in the softmax window; 0 for an encoder.
-        salient: Number of tokens per KV head that stay in the softmax after they have left the window, those to which later
-            tokens attend most (`ops/windowed/salient.py`); 0 for none. It needs a window of at least 2 blocks.
+        salient: Number of tokens per KV head that stay in the softmax after they have left the window, those to which the
+            head attended most (`ops/windowed/salient.py`). They take the place of the far part, and its settings, such as
+            `feature_map` and `num_decays`, have no effect. 0 for the far part. For language models, with `windowed`.
         window_dropout: Probability that a forward pass in training restricts the softmax window to the current block, so
             that the far part covers all blocks before it.
         per_head: Whether every query head has its own mixing matrix, instead of one per layer.
@@ -246,9 +247,14 @@ class MHLASettings:
             raise ValueError("normalize: got false with windowed=True, expected true.")
         if self.windowed and self.sinks > self.block_size:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
-        if self.salient and (not self.windowed or self.window < 2):
-            got = f"window={self.window}" if self.windowed else "windowed=False"
-            raise ValueError(f"salient: got {self.salient} with {got}, expected 0, or a window of at least 2 blocks.")
+        if self.salient and (not self.windowed or self.gate or self.output_norm):
+            got = "gate or output_norm" if self.windowed else "windowed=False"
+            raise ValueError(f"salient: got {self.salient} with {got}, expected 0.")
+
+    @property
+    def core(self) -> str:
+        """The kind of core that attends by these settings: "matrix", "decay", or "salient"."""
+        return "salient" if self.salient else "decay" if self.mixing_form == "decay" else "matrix"
 
     def resolve_layers(self, num_layers: int) -> list[int]:
         """Return the indices of the MHLA layers; raise ValueError if there are none, or an index is too large."""

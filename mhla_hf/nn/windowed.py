@@ -74,7 +74,6 @@ class DecayCore(MHLACore):
             impl=settings.impl,
             unrounded=settings.output_norm,
             both_ways=not self.causal,
-            salient=settings.salient if settings.windowed else 0,
         )
 
 
@@ -137,7 +136,7 @@ class DecayMHLA(DecayCore):
             and balance is not None
             and not torch.compiler.is_compiling()
         ):
-            first, end = far_range(q.shape[1], replace(options, window=1, salient=0) if drop_window else options)
+            first, end = far_range(q.shape[1], replace(options, window=1) if drop_window else options)
             if torch.is_grad_enabled() and end == 0:  # gradients of zero, as other processes may have some
                 first, end = 0, q.shape[1]
         q_features = self.q_map(self.unrotate(q[:, first:], cos_sin[:, first:]), self.heads)
@@ -154,7 +153,7 @@ class DecayMHLA(DecayCore):
                 with torch.no_grad():
                     self.continue_cache(inputs, map_keys, cache, cos_sin)
             if drop_window:
-                inputs = inputs._replace(options=replace(options, window=1, salient=0))
+                inputs = inputs._replace(options=replace(options, window=1))
             with torch.autocast(q.device.type, enabled=False):
                 o = windowed_attention(inputs, map_keys(k[:, :end], cos_sin[:, :end]))
         if key_mask is not None:
@@ -177,17 +176,16 @@ class DecayMHLA(DecayCore):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any, cos_sin: torch.Tensor | None
     ) -> None:
         """Put tokens that fit the window into an empty `cache`; q [B, T, H, K], k, and v are those of the MHLA heads."""
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        k = k.to(v.dtype)
         cos_sin = k.new_zeros(*k.shape[:2], 1, 0) if cos_sin is None else cos_sin.to(k.dtype).expand(len(k), -1, -1, -1)
-        decays, balance = self.read_mixing(cache)
-        # Nothing is far, so features of queries are not read.
-        inputs = WindowedInputs(q, k, v, q[:, :0], decays, balance, self.options)
-        if self.options.salient:  # queries vote
-            self.continue_cache(inputs, self.map_keys, cache, cos_sin)
-            return
-        num_features = self.k_map.num_features
-        cache.state = WindowedState.empty(k, v, self.mixing.num_decays, num_features, self.options, cos_sin)
+        self.read_mixing(cache)
+        cache.state = self.new_state(k, v, cos_sin)
         fill_state(k, v, self.map_keys, cache.state, self.options, cos_sin)
+
+    def new_state(self, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None) -> WindowedState:
+        """Create a state without tokens, for k and v [B, T, G, ..] of the MHLA heads and cos_sin [.., A] like these."""
+        num_decays, num_features = self.mixing.num_decays, self.k_map.num_features
+        return WindowedState.empty(k, v, num_decays, num_features, self.options, cos_sin)
 
     def map_keys(self, k: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """Compute the features with which the MHLA heads' keys enter the far part. See `KeyMap` for arguments and result."""
@@ -217,8 +215,7 @@ class DecayMHLA(DecayCore):
         fresh = cache.state is None
         q, k, v = inputs[:3]
         if fresh:
-            num_features = self.k_map.num_features
-            cache.state = WindowedState.empty(k, v, self.mixing.num_decays, num_features, inputs.options, cos_sin)
+            cache.state = self.new_state(k, v, cos_sin)
         else:
             check_no_gradients(self, q, k, v)
         return continue_windowed(inputs, map_keys, cache.state, fresh=fresh, cos_sin=cos_sin)

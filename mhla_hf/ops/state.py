@@ -18,13 +18,9 @@ class RowState:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    def parts(self) -> list["RowState"]:
-        """Return the states that are part of this one."""
-        return [value for value in vars(self).values() if isinstance(value, RowState)]
-
     def nbytes(self) -> int:
         """Return the number of bytes that the tensors take."""
-        return sum(value.nbytes for value in self.tensors().values()) + sum(part.nbytes() for part in self.parts())
+        return sum(value.nbytes for value in self.tensors().values())
 
     def leave_inference_mode(self) -> None:
         """Replace tensors that were created in inference mode, which cannot be written outside of it, by ordinary copies."""
@@ -33,8 +29,6 @@ class RowState:
         for name, value in self.tensors().items():
             if value.is_inference():
                 setattr(self, name, value.clone())
-        for part in self.parts():
-            part.leave_inference_mode()
 
     @torch.inference_mode(False)
     def select(self, index: Tensor) -> None:
@@ -46,13 +40,42 @@ class RowState:
         for name, value in self.tensors().items():
             selected = value.index_select(0, index.to(value.device))
             setattr(self, name, value.copy_(selected) if selected.shape == value.shape else selected)
-        for part in self.parts():
-            part.select(index)
 
     def repeat(self, times: int) -> None:
         """Repeat every row `times` times; the copies of a row are next to each other."""
         num_rows = len(next(iter(self.tensors().values())))
         self.select(torch.arange(num_rows).repeat_interleave(times))
+
+
+@dataclass
+class RingState(RowState):
+    """Base class of states with the newest tokens in a ring, which holds one block more than attention reads.
+
+    Args:
+        block_size: Tokens per block, C.
+        position: int64 [B], number of tokens that each row has seen.
+        furthest: int64 [B], the largest `position` of each row at any call of `crop`.
+    """
+
+    block_size: int
+    position: Tensor
+    furthest: Tensor
+
+    def crop(self, count: int) -> None:
+        """Remove the last `count` tokens of every row, in place.
+
+        Raises:
+            ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
+        """
+        torch.maximum(self.furthest, self.position, out=self.furthest)
+        behind = int((self.furthest - self.position).max()) + count
+        if behind > self.block_size:
+            reach = count - (behind - self.block_size)
+            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the ring still holds.")
+        shortest = int(self.position.min())
+        if count > shortest:
+            raise ValueError(f"count: got {count}, expected at most {shortest}, the length of the shortest row.")
+        self.position.sub_(count)
 
 
 @dataclass

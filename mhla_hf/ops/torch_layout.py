@@ -176,6 +176,51 @@ def ring_slot(position: Tensor, num_slots: int, sinks: int = 0) -> Tensor:
     return torch.where(position < sinks, position, sinks + position % (num_slots - sinks))
 
 
+def resize_tokens(x: Tensor, count: int) -> Tensor:
+    """Cut or pad x [B, T, ..] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
+
+    Under torch.compile, padding by nothing would be a special case with a graph of its own; a gather has no special case.
+    """
+    if torch.compiler.is_compiling():
+        return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
+    if x.shape[1] == count:
+        return x
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
+
+
+def by_block(x: Tensor, num_kv_heads: int, size: int) -> Tensor:
+    """Group tokens by block and heads by KV head: [B, m * C, H, D] -> [B * m, G, (H / G) * C, D]."""
+    x = x.unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size))
+    return x.permute(0, 1, 3, 4, 2, 5).flatten(3, 4).flatten(0, 1)
+
+
+def by_token(x: Tensor, batch: int, size: int) -> Tensor:
+    """Undo `by_block`: [B * m, G, (H / G) * C, V] -> [B, m * C, H, V]."""
+    return x.unflatten(2, (-1, size)).unflatten(0, (batch, -1)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
+
+
+def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Tensor:
+    """Return which token is in each slot after `count` tokens [N]: int64 [N, S], negative if empty; inverts `ring_slot`."""
+    slot = torch.arange(num_slots, device=count.device)
+    last = count[:, None] - 1
+    in_ring = last - (last - slot + sinks) % (num_slots - sinks)
+    in_ring = torch.where(in_ring >= sinks, in_ring, -1)  # such tokens are in the slots of sinks
+    return torch.where(slot < sinks, torch.where(slot <= last, slot, -1), in_ring)
+
+
+def visible_slots(position: Tensor, num_slots: int, block_size: int, window: int, sinks: int) -> Tensor:
+    """Return which slots the token at `position` int64 [B] sees if all hold real tokens, bool [B, num_slots].
+
+    These are the sinks and the window, the token itself included; `ring_slot` says which token is in which slot.
+    """
+    slots = torch.arange(num_slots, device=position.device)
+    age = (position[:, None] - slots + sinks) % (num_slots - sinks)  # of the tokens in the ring
+    oldest = torch.minimum(
+        position % block_size + (window - 1) * block_size, position - sinks
+    )  # the largest visible age
+    return torch.where(slots < sinks, slots <= position[:, None], age <= oldest[:, None])
+
+
 class TokenLayout:
     """Lays out the old tokens of a decoder state and new tokens, M blocks per row, each row from a block edge on.
 
@@ -222,13 +267,8 @@ class TokenLayout:
 
     def keep(self, held: Tensor, laid_out: Tensor) -> None:
         """Write the newest tokens of the layout, [B, M * C, ..], into the slots of `held` [B, slots, ..], in place."""
-        end = (self.before + self.num_new - 1)[:, None]
-        num_slots = held.shape[1]
-        slot = torch.arange(num_slots, device=end.device)
-        newest_in_slot = end - (end - slot + self.sinks) % (num_slots - self.sinks)
-        position = torch.where(slot < self.sinks, slot, newest_in_slot)
-        is_new = (position >= torch.maximum(self.before, self.first_position)[:, None]) & (position <= end)
-        is_new = (is_new & (ring_slot(position, num_slots, self.sinks) == slot)).to(self.device)
+        position = slot_positions(self.before + self.num_new, held.shape[1], self.sinks)
+        is_new = (position >= torch.maximum(self.before, self.first_position)[:, None]).to(self.device)
         place = (position - self.first_position[:, None]).clamp(0, laid_out.shape[1] - 1).to(self.device)
         values = laid_out[self.rows, place].to(held.dtype)
         held.copy_(torch.where(is_new.view(*is_new.shape, *[1] * (held.dim() - 2)), values, held))

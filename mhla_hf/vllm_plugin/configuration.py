@@ -68,7 +68,7 @@ def check_settings(settings: dict[str, Any], config: Any) -> None:
         )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
-    if settings["rope"] == "near":
+    if settings["rope"] == "near" and not settings.get("salient"):  # rotations are undone
         parameters = getattr(config, "rope_parameters", None) or {}
         for part in (parameters, *parameters.values()):
             if isinstance(part, dict) and part.get("rope_type") in LENGTH_DEPENDENT_ROPE:

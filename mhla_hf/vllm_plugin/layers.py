@@ -15,8 +15,12 @@ from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from ..nn.heads import HeadSplit
+from ..nn.salient import SalientCore
+from ..nn.settings import MHLASettings
 from ..nn.windowed import DecayMHLA
-from .pages import DecodeBatch, PagedAttention, PageLayout, PagePool, RotationTable
+from ..ops.windowed.inputs import WindowedOptions
+from .pages import NewTokens, PagedAttention, PagedSalientAttention, PageLayout, PagePool, RotationTable
 
 OPERATOR = "mhla_attention"
 
@@ -55,30 +59,105 @@ class StatePage(MambaBase):
         return replace(spec, page_size_padded=spec.page_size_padded // self.pages_per_layer)
 
 
-class PagedMHLA(DecayMHLA):
-    """A `DecayMHLA` whose states are in vLLM's pages.
+class PagedCore:
+    """Mixin for cores whose states are in vLLM's pages.
 
     Its `table` is the `RotationTable` of the model, or its `without_rotation` in a layer without one; `attention` is None
     before the first batch and after weights were loaded; `memory` are the first layer's pages for which it was made.
     """
 
+    settings: MHLASettings
+    options: WindowedOptions
+    heads: HeadSplit | None
+    num_kv_heads: int
+    value_dim: int
     name: str
     page_names: list[str]
     table: Any
-    attention: PagedAttention | None = None
+    attention: PagedAttention | PagedSalientAttention | None = None
     memory: torch.Tensor | None = None
 
     def install(self, name: str, heads_per_page: int, table: RotationTable, vllm_config: VllmConfig) -> None:
         """Declare the pages of the MHLA heads to vLLM. Must be called when `heads` and `options` are final."""
         self.name = name
         self.table = table
-        layout = PageLayout.of(self.settings, heads_per_page, self.q_map.head_dim, vllm_config.model_config.dtype)
+        layout = PageLayout.of(self.settings, heads_per_page, self.value_dim, vllm_config.model_config.dtype)
         num_heads = self.num_kv_heads if self.heads is None else self.heads.counts[False]
         self.page_names = [f"{name}.state_{index}" for index in range(num_heads // heads_per_page)]
         context = vllm_config.compilation_config.static_forward_context
         context[name] = self
         for page_name in self.page_names:
             context[page_name] = StatePage(layout, self.num_kv_heads // heads_per_page)
+
+    def make_attention(self, pool: PagePool) -> PagedAttention | PagedSalientAttention:
+        """Return the attention over pages."""
+        raise NotImplementedError
+
+    def attend(self, tokens: NewTokens) -> torch.Tensor:
+        """Attend to all tokens of vLLM's batch, tensors [1, T, ..] -> [1, T, H, V] in at least fp32."""
+        q, v = tokens.q, tokens.v
+        o = v.new_empty(*q.shape[:3], v.shape[-1], dtype=torch.promote_types(v.dtype, torch.float32))
+        torch.ops.vllm.mhla_attention(*(x[0].contiguous() for x in tokens), o[0], self.name)
+        return o
+
+    def attach(self, pages: list[StatePage]) -> PagedAttention | PagedSalientAttention:
+        """Return the attention over the pages that vLLM has allocated, made at first use and when pages are new."""
+        views = [page.kv_cache[0] for page in pages]
+        if self.attention is not None and views[0] is self.memory:
+            return self.attention
+        self.memory = views[0]
+        rows, self.first_page, self.page_step = page_rows(views)
+        self.attention = self.make_attention(PagePool(rows, pages[0].layout))
+        return self.attention
+
+    def attend_batch(self, tokens: NewTokens, o: torch.Tensor) -> None:
+        """Attend by vLLM's current batch into `o` [T, H, V] in place; only the first tokens belong to requests.
+
+        Requests with one new token come first, then the other ones.
+        """
+        context = get_forward_context()
+        metadata: Any = context.attn_metadata
+        if tokens.cos_sin.shape[-1] == 0:
+            self.table = self.table.without_rotation
+        self.table.allocate(tokens.cos_sin)
+        if metadata is None:
+            # vLLM measures memory.
+            o.zero_()
+            return
+        attention: Any = self.attach([context.no_compile_layers[name] for name in self.page_names])
+        blocks = torch.stack([metadata[name].state_indices_tensor for name in self.page_names], 1).long()
+        pages = self.first_page + blocks * self.page_step
+        batch = self.plan_batch(attention, metadata, tokens)
+        count = batch.num_decodes
+        if count:
+            o[:count] = attention.decode(tokens.part(slice(count)), pages[:count], batch.decode)
+        for row, (span, start) in enumerate(batch.prefills, count):
+            o[span] = attention.prefill(tokens.part(span), pages[row : row + 1], start)
+
+    def plan_batch(self, attention: Any, metadata: Any, tokens: NewTokens) -> "BatchPlan":
+        """Plan vLLM's current batch, whose rotations are written into the table. Done by the first layer for all layers."""
+        if self.table.plan is not None and self.table.plan.metadata is metadata:
+            return self.table.plan
+        batch: LinearAttentionMetadata = metadata[self.page_names[0]]
+        count, decode, prefills = batch.num_decodes, None, []
+        if count:
+            position = batch.seq_lens[:count].long() - 1
+            self.table.write(position, tokens.cos_sin[:count])
+            decode = attention.plan(position, tokens.part(slice(count)))
+        if batch.num_prefills:
+            borders, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+            for row in range(count, count + batch.num_prefills):
+                span = slice(borders[row], borders[row + 1])
+                start = lengths[row] - (span.stop - span.start)
+                positions = torch.arange(start, lengths[row], device=tokens.q.device)
+                self.table.write(positions, tokens.cos_sin[span])
+                prefills.append((span, start))
+        self.table.plan = BatchPlan(metadata, count, decode, prefills)
+        return self.table.plan
+
+
+class PagedMHLA(PagedCore, DecayMHLA):
+    """A `DecayMHLA` whose states are in vLLM's pages."""
 
     def forward(
         self,
@@ -105,98 +184,35 @@ class PagedMHLA(DecayMHLA):
         if not self.settings.windowed:
             # The near part is linear, too, and reads features.
             q, k = q_features, self.map_keys(k, cos_sin)
-        o = torch.empty(*q.shape[:3], v.shape[-1], dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
-        inputs = (x[0].contiguous() for x in (q, k, v, q_features, cos_sin))
-        torch.ops.vllm.mhla_attention(*inputs, o[0], self.name)
-        return self.finish_output(o, hidden_states, v.dtype)
+        return self.finish_output(self.attend(NewTokens(q, k, v, q_features, cos_sin)), hidden_states, v.dtype)
 
-    def attach(self, pages: list[StatePage]) -> PagedAttention:
-        """Return the attention over the pages that vLLM has allocated, made at first use and when pages are new."""
-        views = [page.kv_cache[0] for page in pages]
-        if self.attention is not None and views[0] is self.memory:
-            return self.attention
-        self.memory = views[0]
-        rows, self.first_page, self.page_step = page_rows(views)
+    def make_attention(self, pool: PagePool) -> PagedAttention:
         map_keys: Any = self.map_keys if self.settings.windowed else (lambda k, cos_sin: k)
         decays, balance = self.mixing(self.heads)
-        pool = PagePool(rows, pages[0].layout)
-        self.attention = PagedAttention(pool, self.table, map_keys, decays, balance, self.options)
-        return self.attention
+        return PagedAttention(pool, self.table, map_keys, decays, balance, self.options)
 
-    def attend_batch(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_features: torch.Tensor,
-        cos_sin: torch.Tensor,
-        o: torch.Tensor,
-    ) -> None:
-        """Attend by vLLM's current batch, tensors [T, ..], into `o` in place; only the first tokens belong to requests.
 
-        Requests with one new token come first, then the other ones.
-        """
-        context = get_forward_context()
-        metadata: Any = context.attn_metadata
-        if cos_sin.shape[-1] == 0:
-            self.table = self.table.without_rotation
-        self.table.allocate(cos_sin)
-        if metadata is None:
-            # vLLM measures memory.
-            o.zero_()
-            return
-        attention = self.attach([context.no_compile_layers[name] for name in self.page_names])
-        blocks = torch.stack([metadata[name].state_indices_tensor for name in self.page_names], 1).long()
-        pages = self.first_page + blocks * self.page_step
-        batch = self.plan_batch(attention, metadata, q, k, v, cos_sin)
-        count = batch.num_decodes
-        if batch.decode is not None:
-            o[:count] = attention.decode(
-                q[:count], k[:count], v[:count], q_features[:count], pages[:count], batch.decode
-            )
-        for row, (tokens, start) in enumerate(batch.prefills, count):
-            o[tokens] = attention.prefill(
-                q[tokens], k[tokens], v[tokens], q_features[tokens], cos_sin[tokens], pages[row : row + 1], start
-            )
+class PagedSalient(PagedCore, SalientCore):
+    """A `SalientCore` whose states are in vLLM's pages."""
 
-    def plan_batch(
-        self,
-        attention: PagedAttention,
-        metadata: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos_sin: torch.Tensor,
-    ) -> "BatchPlan":
-        """Plan vLLM's current batch, whose rotations are written into the table. Done by the first layer for all layers."""
-        if self.table.plan is not None and self.table.plan.metadata is metadata:
-            return self.table.plan
-        batch: LinearAttentionMetadata = metadata[self.page_names[0]]
-        count, decode, prefills = batch.num_decodes, None, []
-        if count:
-            position = batch.seq_lens[:count].long() - 1
-            self.table.write(position, cos_sin[:count])
-            decode = attention.plan(position, q[:count], k[:count], v[:count])
-        if batch.num_prefills:
-            borders, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-            for row in range(count, count + batch.num_prefills):
-                tokens = slice(borders[row], borders[row + 1])
-                start = lengths[row] - (tokens.stop - tokens.start)
-                self.table.write(torch.arange(start, lengths[row], device=q.device), cos_sin[tokens])
-                prefills.append((tokens, start))
-        self.table.plan = BatchPlan(metadata, count, decode, prefills)
-        return self.table.plan
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **unused: Any) -> torch.Tensor:
+        """Attend as `PagedMHLA` does, without a gate."""
+        nothing = q.new_zeros(1, q.shape[1], 1, 0)
+        return self.attend(NewTokens(q.to(v.dtype), k.to(v.dtype), v, nothing, nothing)).to(v.dtype)
+
+    def make_attention(self, pool: PagePool) -> PagedSalientAttention:
+        return PagedSalientAttention(pool, self.options)
 
 
 class BatchPlan(NamedTuple):
     """A batch: `num_decodes` requests with one new token, then others, each with its tokens and their first position.
 
-    `metadata` is the object by which vLLM describes the batch.
+    `metadata` is the object by which vLLM describes the batch, `decode` what `PagedAttention.plan` returned for the former.
     """
 
     metadata: Any
     num_decodes: int
-    decode: DecodeBatch | None
+    decode: Any
     prefills: list[tuple[slice, int]]
 
 
@@ -209,8 +225,8 @@ def mhla_attention(
     o: torch.Tensor,
     name: str,
 ) -> None:
-    """Custom operator, opaque to torch.compile; see `PagedMHLA.attend_batch`."""
-    get_forward_context().no_compile_layers[name].attend_batch(q, k, v, q_features, cos_sin, o)
+    """Custom operator, opaque to torch.compile; see `PagedCore.attend_batch`."""
+    get_forward_context().no_compile_layers[name].attend_batch(NewTokens(q, k, v, q_features, cos_sin), o)
 
 
 def mhla_attention_fake(

@@ -19,7 +19,7 @@ from ..models.transformers_api import set_attention_function
 from ..nn.core import OutputGate
 from ..nn.heads import HeadSplit
 from ..nn.settings import FOREIGN_ENTRIES, MHLASettings
-from .layers import PagedMHLA, PagedSoftmax, SplitSoftmax
+from .layers import PagedCore, PagedMHLA, PagedSalient, PagedSoftmax, SplitSoftmax
 from .pages import PageLayout, RotationTable
 
 # Keys of a converted configuration that its base does not have.
@@ -67,10 +67,12 @@ class MHLAServing:
             if index in settings.layers:
                 del context[name], attention.attn
                 sizes = {"num_heads": num_kv_heads * queries_per_kv, "num_kv_heads": num_kv_heads}
-                core = PagedMHLA(settings, **{**causal_core_sizes(attention, config), **sizes})
-                core.mixing.float()
+                core_class = PagedSalient if settings.core == "salient" else PagedMHLA
+                core: Any = core_class(settings, **{**causal_core_sizes(attention, config), **sizes})
                 core.options = replace(core.options, scale=scale)
-                split_weights(core)
+                if settings.core == "decay":
+                    core.mixing.float()
+                    split_weights(core)
                 kept = (settings.softmax_heads or {}).get(str(index), [])
                 put_mhla(attention, core, settings, kept)
                 core.install(name, heads_per_page, table, self.vllm_config)
@@ -86,7 +88,7 @@ class MHLAServing:
         """Load weights as the backend does. MHLA layers read their mixing anew afterwards."""
         loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
         for module in self.modules():
-            if isinstance(module, PagedMHLA):
+            if isinstance(module, PagedCore):
                 module.attention = None
         return loaded
 
@@ -130,7 +132,7 @@ def split_weights(core: PagedMHLA) -> None:
                 set_weight_attrs(parameter, {"weight_loader": sharded_weight_loader(0)})
 
 
-def put_mhla(attention: Any, core: PagedMHLA, settings: MHLASettings, kept: list[int]) -> None:
+def put_mhla(attention: Any, core: Any, settings: MHLASettings, kept: list[int]) -> None:
     """Turn an attention module, whose forward may be rewritten, into MHLA in place; the KV heads `kept` keep softmax."""
     base = type(attention)
     rewritten = attention.__dict__.pop("forward", None)
@@ -138,7 +140,7 @@ def put_mhla(attention: Any, core: PagedMHLA, settings: MHLASettings, kept: list
         base = type(base.__name__, (base,), {"forward": rewritten.__func__})
     swap_attention(attention, type(f"MHLA{base.__name__}", (MHLAMixer, base), {}), core, ATTENTION_NAME)
     core.heads = HeadSplit(kept, core.num_kv_heads) if kept else None
-    attention.reads_unrotated = settings.rope == "near"
+    attention.reads_unrotated = settings.rope == "near" and settings.core == "decay"
     if attention.reads_unrotated:
         core.unrotate = partial(unrotate, layout=rotation_layout(attention))
 

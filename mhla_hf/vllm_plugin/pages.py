@@ -1,9 +1,9 @@
 """Decoder states in the pages of a serving engine, as rows of one pool that requests take and return.
 
 A page holds the state of `heads` KV heads of one layer for one request, and is as large as a page of keys and values, so the
-engine can hand out both from the same memory. What a page holds is a `WindowedState` without what the position of the
-request tells: which slots are filled, and the cosines and sines of their rotation (`RotationTable`). Its ring has one block
-less, because an engine never takes tokens back.
+engine can hand out both from the same memory. What a page holds is a `WindowedState` or a `SalientState` without what the
+position of the request tells: which slots are filled, and the cosines and sines of their rotation (`RotationTable`). The
+ring of a `WindowedState` has one block less, because an engine never takes tokens back.
 """
 
 from collections.abc import Sequence
@@ -16,88 +16,58 @@ import torch
 from ..nn.features import FeatureMap
 from ..nn.settings import MHLASettings
 from ..ops.api import choose_implementation
+from ..ops.torch_layout import slot_positions
 from ..ops.windowed.decays import Decays
-from ..ops.windowed.decoding import (
-    KeyMap,
-    StepPlan,
-    WindowedState,
-    attend_token,
-    continue_windowed,
-    plan_step,
-    windowed_step,
-)
+from ..ops.windowed.decoding import KeyMap, StepPlan, WindowedState, attend_token, continue_windowed, plan_step
 from ..ops.windowed.fused_softmax import make_mask
 from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
-from ..ops.windowed.salient import NEVER, SalientState
+from ..ops.windowed.salient import SalientState, continue_salient, salient_step
 from ..ops.windowed.triton_step import PageTensors, page_step, small_page_call
 
-SALIENT_PARTS = ("votes", "cast", "final", "position", "k", "v", "features", "now", "next")  # of a `SalientState`
+EMPTY = {
+    "rank": -1,
+    "final": -1,
+}  # what parts of a state without tokens hold; 0 in all others, as in `SalientState.empty`
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Shapes and dtypes of what a page holds: the state of U KV heads (`heads`) of one request.
+    """What a page holds: the state of U KV heads (`heads`) of one request, whose ring has S slots (`num_slots`), with sinks.
 
-    That is sums over F features for each of R decay rates, and a ring of S slots, sinks included, with keys of width D and
-    values of width V; and, with N salient tokens, what `SalientState` holds in N + C slots.
+    `parts` are shapes [U, ..] and dtypes by name, in their order in memory: wide types come first, where they are aligned.
     """
 
     heads: int
-    num_rates: int
-    num_features: int
-    key_dim: int
-    value_dim: int
     num_slots: int
-    dtype: torch.dtype
-    salient: int
-    block_size: int
+    parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     @staticmethod
     def of(settings: MHLASettings, heads: int, head_dim: int, dtype: torch.dtype) -> "PageLayout":
-        is_windowed = settings.windowed
+        """Lay out the state of heads of this width in a model of this dtype; sums are at least fp32."""
+        size, sum_dtype = settings.block_size, torch.promote_types(dtype, torch.float32)
+        if settings.core == "salient":
+            count, num_slots = settings.salient, settings.sinks + (settings.window + 1) * size
+            shapes = {
+                "rank": ((heads, count), torch.int64),
+                "cast": ((heads, size), torch.int32),
+                "final": ((heads, size), torch.int32),
+                "k": ((heads, num_slots + count, head_dim), dtype),
+                "v": ((heads, num_slots + count, head_dim), dtype),
+            }
+            return PageLayout(heads, num_slots, shapes)
         num_features = FeatureMap(settings.feature_map, 0, head_dim).num_features
-        num_blocks, sinks = (settings.window, settings.sinks) if is_windowed else (1, 0)
+        num_slots = settings.sinks + settings.window * size if settings.windowed else size
+        sums = (head_dim + 1, num_features)
         return PageLayout(
-            heads=heads,
-            num_rates=settings.num_decays,
-            num_features=num_features,
-            key_dim=head_dim if is_windowed else num_features,
-            value_dim=head_dim,
-            num_slots=sinks + num_blocks * settings.block_size,
-            dtype=dtype,
-            salient=settings.salient if is_windowed else 0,
-            block_size=settings.block_size,
+            heads,
+            num_slots,
+            {
+                "running": ((heads, settings.num_decays, *sums), sum_dtype),
+                "pending": ((heads, *sums), sum_dtype),
+                "k": ((heads, num_slots, head_dim if settings.windowed else num_features), dtype),
+                "v": ((heads, num_slots, head_dim), dtype),
+            },
         )
-
-    @property
-    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes [U, ..] and dtypes of the parts of a page, in their order in memory; sums are at least fp32."""
-        sum_dtype = torch.promote_types(self.dtype, torch.float32)
-        sums, slots = (self.value_dim + 1, self.num_features), (self.heads, self.num_slots)
-        rates = (self.num_rates,) if self.salient else ()
-        parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "running": ((self.heads, self.num_rates, *sums), sum_dtype),
-            "pending": ((self.heads, *rates, *sums), sum_dtype),
-            "k": ((*slots, self.key_dim), self.dtype),
-            "v": ((*slots, self.value_dim), self.dtype),
-        }
-        if not self.salient:
-            return parts
-        slots, block = (self.heads, self.salient + self.block_size), (self.heads, self.block_size)
-        salient: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "votes": (slots, sum_dtype),
-            "cast": (block, sum_dtype),
-            "final": (block, sum_dtype),
-            "position": (slots, torch.int32),
-            "k": ((*slots, self.key_dim), self.dtype),
-            "v": ((*slots, self.value_dim), self.dtype),
-            "features": ((*slots, self.num_features), self.dtype),
-            "now": (slots, torch.bool),
-            "next": (slots, torch.bool),
-        }
-        # Bytes of wide types come first, where they are aligned.
-        by_width = {**parts, **{f"salient_{name}": part for name, part in salient.items()}}
-        return dict(sorted(by_width.items(), key=lambda item: -item[1][1].itemsize))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -153,8 +123,8 @@ class NoRotation(RotationTable):
         return torch.zeros(*positions.shape, 1, 0, device=positions.device)
 
 
-class PagePool(PageTensors):
-    """The memory of all pages, as tensors with one row per page.
+class PagePool:
+    """The memory of all pages, as tensors with one row per page: `parts`, [P, U, ..] by name.
 
     A row of `memory`, uint8 or int8 [P, bytes] and contiguous in its last axis, begins with what `layout` describes.
     """
@@ -167,7 +137,6 @@ class PagePool(PageTensors):
             num_bytes = prod(shape) * dtype.itemsize
             self.parts[name] = memory[:, offset : offset + num_bytes].view(dtype).unflatten(1, shape)
             offset += num_bytes
-        super().__init__(*(self.parts[name] for name in ("running", "pending", "k", "v")))
 
     def take(self, pages: torch.Tensor, *names: str) -> list[torch.Tensor]:
         """Copy the named parts of pages [N, P] of N requests, with the KV heads in the order of the model's."""
@@ -182,33 +151,47 @@ class PagePool(PageTensors):
             rows = self.parts[name].flatten(1)
             rows.index_copy_(0, pages.flatten(), part.reshape(-1, rows.shape[1]).to(rows.dtype))
 
+    def put_state(self, pages: torch.Tensor, state: Any) -> None:
+        """Copy the states of N requests, a `WindowedState` or a `SalientState`, to their pages [N, P]."""
+        self.put(pages, **{name: getattr(state, name) for name in self.parts})
+
     def clear(self, pages: torch.Tensor) -> None:
         """Fill pages int64 [N, P], which may hold anything, with the state of requests without tokens."""
-        for part in self.parts.values():
-            part[pages] = 0
-        if count := self.layout.salient:  # as `SalientState.empty`
-            self.parts["salient_votes"][pages] = NEVER
-            self.parts["salient_position"][pages] = -1
-            self.parts["salient_next"][..., :count][pages] = True
+        for name, part in self.parts.items():
+            part[pages] = EMPTY.get(name, 0)
 
     def write_token(self, pages: torch.Tensor, slot: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write keys [N, G, D] and values [N, G, V] of one token per request into slots int64 [N] of its pages."""
         heads = (pages.shape[1], self.layout.heads)
-        for held, new in ((self.k, k), (self.v, v)):
+        for name, new in (("k", k), ("v", v)):
+            held = self.parts[name]
             held[pages, :, slot[:, None]] = new.unflatten(1, heads).to(held.dtype)
 
     def read_keys(self, pages: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         """Return the keys in slots int64 [N] of the pages of N requests, [N, G, D]."""
-        return self.k[pages, :, slot[:, None]].flatten(1, 2)
+        return self.parts["k"][pages, :, slot[:, None]].flatten(1, 2)
 
 
-def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Tensor:
-    """Return which token is in each slot after `count` tokens [N]: int64 [N, S], negative if empty; inverts `ring_slot`."""
-    slot = torch.arange(num_slots, device=count.device)
-    last = count[:, None] - 1
-    in_ring = last - (last - slot + sinks) % (num_slots - sinks)
-    in_ring = torch.where(in_ring >= sinks, in_ring, -1)  # such tokens are in the slots of sinks
-    return torch.where(slot < sinks, torch.where(slot <= last, slot, -1), in_ring)
+class NewTokens(NamedTuple):
+    """T new tokens, of one request or of one each, as a layer reads them.
+
+    Args:
+        q: [T, H, D], queries; features if the near part is linear.
+        k: [T, G, D], keys, likewise.
+        v: [T, G, V], values.
+        q_features: [T, H, F], queries of the far part; F is 0 if there is none.
+        cos_sin: [T, 1, A], the rotation that the far part undoes; A is 0 if there is none.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_features: torch.Tensor
+    cos_sin: torch.Tensor
+
+    def part(self, tokens: slice) -> "NewTokens":
+        """Return some of the tokens."""
+        return NewTokens(*(x[tokens] for x in self))
 
 
 class DecodeBatch(NamedTuple):
@@ -234,7 +217,7 @@ class DecodeBatch(NamedTuple):
 
 @dataclass
 class PagedAttention:
-    """Attention of the MHLA heads of one layer, whose states are in pages; arguments as in `WindowedInputs`."""
+    """Near and far attention of the MHLA heads of one layer, whose states are in pages; arguments as in `WindowedInputs`."""
 
     pool: PagePool
     table: Any
@@ -243,54 +226,38 @@ class PagedAttention:
     balance: torch.Tensor | None
     options: WindowedOptions
 
-    def plan(self, position: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> DecodeBatch:
-        """Plan a step for q [N, H, D] and k, v [N, G, ..] at int64 positions [N]; layers of the same kind can share it."""
+    def plan(self, position: torch.Tensor, tokens: NewTokens) -> DecodeBatch:
+        """Plan a step for a token per request, at int64 positions [N]; layers of the same kind can share it."""
+        q, k, v, *_ = tokens
         options = self.options
         size, window = options.block_size, options.window
         plan = plan_step(position, self.pool.layout.num_slots, options)
-        impl = "torch" if options.salient else options.impl  # there is no kernel for salient tokens
-        if choose_implementation(impl, small_page_call, q[None], k[None], v[None]) == "triton":
+        if choose_implementation(options.impl, small_page_call, q[None], k[None], v[None]) == "triton":
             return DecodeBatch(position, plan, self.table.read(position - (window - 1) * size)[:, None].to(k.dtype))
         mask, positions = make_mask(plan.visible[:, None, None], k.dtype), position.tolist()
         first = [row for row, token in enumerate(positions) if token <= 0]
         opening = [row for row, token in enumerate(positions) if token >= window * size and token % size == 0]
         return DecodeBatch(position, plan, None, mask, first, opening)
 
-    def decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_features: torch.Tensor,
-        pages: torch.Tensor,
-        batch: DecodeBatch,
-    ) -> torch.Tensor:
-        """Attend by one token per request, and update the pages.
-
-        q [N, H, D], k [N, G, D], v [N, G, V], q_features [N, H, F] -> [N, H, V] in the dtype of the sums.
-        """
+    def decode(self, tokens: NewTokens, pages: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+        """Attend by one token for each of N requests, [N, H, V] in the dtype of the sums, and update their pages [N, P]."""
         pool, options, plan, position = self.pool, self.options, batch.plan, batch.position
+        q, k, v, q_features, _ = tokens
         if batch.kernel_cos_sin is not None:
             pool.write_token(pages, plan.slot, k, v)
             old_k = pool.read_keys(pages, plan.old_slot)
             k_features = self.map_keys(old_k[:, None], batch.kernel_cos_sin)[:, 0]
-            return page_step(q, q_features, k_features, pool, pages, position, self.decays, self.balance, options)
+            tensors = PageTensors(**pool.parts)
+            return page_step(q, q_features, k_features, tensors, pages, position, self.decays, self.balance, options)
         if batch.first:
             pool.clear(pages[batch.first])
-        if options.salient:
-            state = self.read_state(pages, position)
-            q, k, v, q_features = (x[:, None] for x in (q, k, v, q_features))
-            inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
-            o = windowed_step(inputs, self.map_keys, state, self.table.read(position)[:, None].to(k.dtype))
-            self.write_state(pages, state)
-            return o[:, 0]
         if batch.opening:
             self.open_block(pages[batch.opening], position[batch.opening])
         pool.write_token(pages, plan.slot, k, v)
         running, held_k, held_v = pool.take(pages, "running", "k", "v")
         assert batch.mask is not None  # without kernels, `plan` has made one
         inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
-        return attend_token(q, q_features, held_k, held_v, running, batch.mask, plan.block, inputs)[0]
+        return attend_token(q, q_features, held_k, held_v, running, batch.mask, plan.block, inputs)
 
     def open_block(self, pages: torch.Tensor, position: torch.Tensor) -> None:
         """Move the sums in pages [N, P] on to the block that the tokens at `position` [N], not yet written, open.
@@ -317,47 +284,74 @@ class PagedAttention:
             pending=pending,
             position=position.clone(),
             furthest=position.clone(),
-            salient=self.read_salient(pages),
         )
 
-    def read_salient(self, pages: torch.Tensor) -> SalientState | None:
-        """Copy the salient tokens of N requests from their pages [N, P]; None if a page has none."""
-        if not self.options.salient:
-            return None
-        parts = dict(zip(SALIENT_PARTS, self.pool.take(pages, *(f"salient_{x}" for x in SALIENT_PARTS)), strict=True))
-        none = torch.zeros(len(pages), dtype=torch.int64, device=pages.device)  # nothing is taken back
-        position = parts.pop("position").long()
-        return SalientState(position=position, decided=none, voted=none, **parts)
-
-    def write_state(self, pages: torch.Tensor, state: WindowedState) -> None:
-        """Copy states of N requests back to their pages [N, P]."""
-        parts = {"running": state.running, "pending": state.pending, "k": state.k, "v": state.v}
-        if state.salient is not None:
-            parts |= {f"salient_{name}": getattr(state.salient, name) for name in SALIENT_PARTS}
-        self.pool.put(pages, **parts)
-
-    def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_features: torch.Tensor,
-        cos_sin: torch.Tensor,
-        pages: torch.Tensor,
-        start: int,
-    ) -> torch.Tensor:
-        """Attend by T new tokens of one request, the first at `start`, and update its pages [1, P].
-
-        q, k, v, and q_features are as in `decode`, with T for N; cos_sin [T, 1, A] is of the new tokens.
-        """
-        pool, options = self.pool, self.options
-        if start and len(q) == 1:
-            return self.decode(q, k, v, q_features, pages, self.plan(torch.tensor([start], device=q.device), q, k, v))
+    def prefill(self, tokens: NewTokens, pages: torch.Tensor, start: int) -> torch.Tensor:
+        """Attend by T new tokens of one request, the first at `start`: [T, H, V], and update its pages [1, P]."""
+        pool, position = self.pool, torch.full((1,), start, device=pages.device)
+        if start and len(tokens.q) == 1:
+            return self.decode(tokens, pages, self.plan(position, tokens))
         if start == 0:
             pool.clear(pages)
-        state = self.read_state(pages, torch.full((1,), start, device=q.device))
-        q, k, v, q_features, cos_sin = (x[None] for x in (q, k, v, q_features, cos_sin))
-        inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, options)
+        state = self.read_state(pages, position)
+        q, k, v, q_features, cos_sin = (x[None] for x in tokens)
+        inputs = WindowedInputs(q, k, v, q_features, self.decays, self.balance, self.options)
         o = continue_windowed(inputs, self.map_keys, state, fresh=start == 0, cos_sin=cos_sin)
-        self.write_state(pages, state)
+        pool.put_state(pages, state)
+        return o[0]
+
+
+class SalientBatch(NamedTuple):
+    """One new token for each of N requests, as all layers of salient heads see it.
+
+    Args:
+        position: int64 [N], the position of the token.
+        valid: bool [N, S], the slots that hold a token. The step of every layer sets that of the new token.
+        first: Rows whose request has no earlier token.
+    """
+
+    position: torch.Tensor
+    valid: torch.Tensor
+    first: Sequence[int]
+
+
+@dataclass
+class PagedSalientAttention:
+    """Softmax over window, sinks, and salient tokens of some heads of one layer; methods as in `PagedAttention`."""
+
+    pool: PagePool
+    options: WindowedOptions
+
+    def plan(self, position: torch.Tensor, tokens: NewTokens) -> SalientBatch:
+        valid = slot_positions(position, self.pool.layout.num_slots, self.options.sinks) >= 0
+        return SalientBatch(position, valid, [row for row, token in enumerate(position.tolist()) if token <= 0])
+
+    def decode(self, tokens: NewTokens, pages: torch.Tensor, batch: SalientBatch) -> torch.Tensor:
+        pool = self.pool
+        if batch.first:
+            pool.clear(pages[batch.first])
+        state = self.read_state(pages, batch)
+        q, k, v = (x[:, None] for x in tokens[:3])
+        o = salient_step(q, k, v, state, self.options)
+        pool.put_state(pages, state)
+        return o[:, 0]
+
+    def read_state(self, pages: torch.Tensor, batch: SalientBatch) -> SalientState:
+        """Copy the pages [N, P] of N requests into a state."""
+        return SalientState(
+            block_size=self.options.block_size,
+            position=batch.position.clone(),
+            furthest=torch.zeros_like(batch.position),
+            valid=batch.valid,
+            **dict(zip(self.pool.parts, self.pool.take(pages, *self.pool.parts), strict=True)),
+        )
+
+    def prefill(self, tokens: NewTokens, pages: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = (x[None] for x in tokens[:3])
+        if start == 0:
+            state = SalientState.empty(k, v, self.options)
+        else:
+            state = self.read_state(pages, self.plan(torch.full((1,), start, device=pages.device), tokens))
+        o = continue_salient(q, k, v, state, self.options, fresh=start == 0)
+        self.pool.put_state(pages, state)
         return o[0]

@@ -69,8 +69,12 @@ def test_every_bundle_stands_alone(bundles, tmp_path):
 
 
 ABSENT = {  # a language model has no grids, no vision, no other families; one of diffusers has no caches of decoders
-    "models.converted:decay_class": "MHLA Mixing mhla_step prepare_operands GridMHLA WanTransformer ViTModel MHLAConfig",
-    "models.converted:matrix_class": "DecayMHLA windowed_attention SoftmaxHeads RotationLayout PositionConv MHLAConfig",
+    "models.converted:decay_class": "MHLA Mixing mhla_step prepare_operands SalientCore SalientState salient_attention "
+    "GridMHLA WanTransformer ViTModel MHLAConfig",
+    "models.converted:salient_class": "MHLA MHLACore MHLAState Mixing mhla mhla_step prepare_operands FeatureMap DecayMHLA "
+    "DecayMixing Decays WindowedState windowed_attention GridMHLA WanTransformer ViTModel MHLAConfig",
+    "models.converted:matrix_class": "DecayMHLA windowed_attention SalientCore SoftmaxHeads RotationLayout PositionConv "
+    "MHLAConfig",
     "models.converted:decay_encoder_class": "SequenceMHLA GridMixing mhla MHLACacheLayer mhla_attention WindowedState",
     "models.converted:matrix_encoder_class": "TwoWayMHLA DecayMixing Decays MHLACacheLayer mhla_step GridCall",
     "models.diffusion.converted_transformer": "MHLACacheLayer LlamaForCausalLM MHLA mhla_step",
@@ -82,8 +86,9 @@ def test_a_bundle_holds_nothing_of_other_models(bundles, entry):
     assert not re.findall(rf"(?:class|def) (?:{'|'.join(ABSENT[entry].split())})\b", bundles[entry])
 
 
-def test_a_model_with_decays_does_not_look_for_triton(bundles):
-    assert "import triton" not in bundles["models.converted:decay_class"]
+@pytest.mark.parametrize("core", ["decay", "salient"])
+def test_a_model_without_a_matrix_does_not_look_for_triton(bundles, core):
+    assert "import triton" not in bundles[f"models.converted:{core}_class"]
     assert "import triton" in bundles["models.converted:matrix_class"]
 
 

@@ -1,6 +1,7 @@
-"""Conversion with text: MHLA heads that learned, KV heads that keep softmax by gates, and what is told of it."""
+"""Conversion with text: MHLA heads that learned, KV heads that keep softmax, and what is told of it."""
 
 import copy
+import io
 import json
 import pickle
 import resource
@@ -20,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import mhla_hf
 from mhla_hf.cli.main import main
 from mhla_hf.conversion import kl_to_teacher
-from mhla_hf.conversion.fit import GateFit, OutputFit
+from mhla_hf.conversion.fit import OutputFit, highest_scores, score_heads
 from mhla_hf.conversion.language import Checkpoint, count_kept_heads
 from mhla_hf.conversion.sizes import sizes_of_conversion
-from mhla_hf.conversion.teacher import mhla_layers, softmax_instead
+from mhla_hf.conversion.teacher import log_probabilities, mhla_layers, replaced_cores, softmax_instead
+from mhla_hf.nn.core import softmax_attention
 
 SMALL = {"block_size": 8, "window": 2, "progress": False}
 
@@ -53,15 +55,6 @@ def teacher():
     return model
 
 
-def test_far_weights_start_from_what_is_not_salient(teacher):
-    """Where every token is salient, nothing is far, and the balance stays."""
-    start = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, window=2, salient=96, feature_map="exp")
-    balances = [attention.mhla.mixing.balance.clone() for attention in mhla_layers(start).values()]
-    OutputFit(start, steps=1).step(urns(1, seed=1000))
-    for before, attention in zip(balances, mhla_layers(start).values(), strict=True):
-        assert torch.equal(attention.mhla.mixing.balance, before)
-
-
 TEXT = urns(33, seed=1000).flatten()
 
 
@@ -71,11 +64,13 @@ def converted(teacher, **options):
 
 @pytest.mark.parametrize("salient", [0, 4])
 def test_each_stage_comes_closer_to_the_original(teacher, salient):
+    """Salient tokens alone are closer than a far part; only the latter has something to learn."""
     model = converted(teacher, keep=0.25, salient=salient)
     told = model.config.mhla_measured
-    assert 0 < told["kept"]["kl"] < told["fitted"]["kl"] < told["converted"]["kl"]
+    assert ("fitted" in told) == (not salient)
+    assert 0 < told["kept"]["kl"] < told.get("fitted", told["converted"])["kl"] <= told["converted"]["kl"]
     assert sum(map(len, model.config.mhla["softmax_heads"].values())) == 3
-    assert told["softmax_heads"] == model.config.mhla["softmax_heads"] and set(told["gates"]) == {"0", "1", "2"}
+    assert told["softmax_heads"] == model.config.mhla["softmax_heads"] and set(told["head_scores"]) == {"0", "1", "2"}
     rows = urns(4, seed=2000)
     alone = mhla_hf.convert(copy.deepcopy(teacher), layers="all", block_size=8, window=2)
     assert kl_to_teacher(model, [rows]) < 0.7 * kl_to_teacher(alone, [rows])
@@ -83,23 +78,53 @@ def test_each_stage_comes_closer_to_the_original(teacher, salient):
         assert torch.equal(model.state_dict()[name], value), f"{name} of the base has changed"
 
 
+def test_scores_of_heads_are_first_order_effects(teacher):
+    """Of one head at a time: the derivative of the loss by a step from softmax to MHLA, token by token."""
+    model = mhla_hf.convert(copy.deepcopy(teacher), layers="all", salient=2, block_size=8, window=2).double()
+    ids, bar = urns(1, seed=7), tqdm(total=6, file=io.StringIO())
+    scores = score_heads(model, ids, bar)
+    assert bar.n == 6 and all(parameter.requires_grad for parameter in model.parameters())
+    positions = torch.arange(12, 95)
+
+    class Stepped(torch.nn.Module):
+        def __init__(self, core, head, token, step):
+            super().__init__()
+            self.core, self.head, self.token, self.step = core, head, token, step
+
+        def forward(self, q, k, v, *, scale=None, **options):
+            o = softmax_attention(q, k, v, scale, True)
+            change = torch.zeros(*o.shape[:3], 1, dtype=o.dtype)
+            change[:, self.token, self.head * o.shape[2] // 4 : (self.head + 1) * o.shape[2] // 4] = self.step
+            return o + change * (self.core(q, k, v, scale=scale, **options) - o)
+
+    @torch.no_grad()
+    def loss(*change):
+        with softmax_instead(model), replaced_cores({1: mhla_layers(model)[1]}, lambda x: Stepped(x.core, *change)):
+            log_p = log_probabilities(model, ids, positions)
+        return -log_p.double().gather(-1, ids[:, positions + 1, None]).mean()
+
+    for head in (0, 3):
+        changes = [float(loss(head, token, 0.1) - loss(head, token, -0.1)) / 0.2 for token in range(16, 95)]
+        assert sum(map(abs, changes)) == pytest.approx(scores[1][head], rel=0.05)
+    assert highest_scores({0: [1.0, 3.0], 2: [3.0, 2.0]}, 2) == {0: [1], 2: [0]}
+
+
 def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monkeypatch):
-    expected = converted(teacher, keep=3, seed=5).state_dict()
+    options = {"keep": 3, "seed": 5, "salient": 0}
+    expected, file = converted(teacher, **options).state_dict(), tmp_path / "stopped.pt"
     monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "SAVE_EVERY", 0.0)
-    for stopped, after in ((OutputFit, 4), (GateFit, 3)):
-        file = tmp_path / f"{stopped.__name__}.pt"
 
-        def step(self, *inputs, whole=stopped.step, after=after):
-            if self.done == after:
-                raise KeyboardInterrupt
-            return whole(self, *inputs)
+    def step(self, inputs, whole=OutputFit.step):
+        if self.done == 4:
+            raise KeyboardInterrupt
+        return whole(self, inputs)
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(stopped, "step", step)
-            converted(teacher, keep=3, seed=5, checkpoint=file)
-        resumed = converted(teacher, keep=3, seed=5, checkpoint=file)
-        for name, value in resumed.state_dict().items():
-            assert torch.equal(value, expected[name]), f"{name} differs after a stop of {stopped.__name__}"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(OutputFit, "step", step)
+        converted(teacher, checkpoint=file, **options)
+    resumed = converted(teacher, checkpoint=file, **options)
+    for name, value in resumed.state_dict().items():
+        assert torch.equal(value, expected[name]), f"{name} differs after a stop"
 
 
 def test_its_own_text_and_a_list_of_texts(teacher):
@@ -141,7 +166,7 @@ def test_cache_of_a_converted_model_is_as_told(teacher):
 
 
 def test_dtypes_and_training_mode_come_back(teacher):
-    model = converted(copy.deepcopy(teacher).bfloat16().train(), keep=2)
+    model = converted(copy.deepcopy(teacher).bfloat16().train(), keep=2, salient=0)
     assert model.training and mhla_layers(model)[0].mhla.q_map.weight.dtype == torch.bfloat16
     assert mhla_layers(model)[0].mhla.mixing.weight.dtype == torch.float32
 
@@ -213,11 +238,11 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(tmp_path):
     """A limit on the size of files stands for a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     fit = SimpleNamespace(done=0, state_dict=lambda: {"a": torch.ones(9000)})
-    fit.step = lambda: setattr(fit, "done", 1) or 0.0
+    fit.step = lambda inputs: setattr(fit, "done", 1) or 0.0
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))
     try:
         with refused("checkpoint: got", "expected a place with room to write (the disk is full, or"), tqdm() as bar:
-            Checkpoint(tmp_path / "part").run("outputs", fit, [()], bar)
+            Checkpoint(tmp_path / "part").run(fit, [()], bar)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
@@ -226,7 +251,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(tmp_path):
 
 
 def test_a_checkpoint_of_another_conversion_is_refused(teacher, tmp_path):
-    options = {"text": TEXT[:900], "keep": 2, "checkpoint": tmp_path / "part"}
+    options = {"text": TEXT[:900], "keep": 2, "salient": 0, "checkpoint": tmp_path / "part"}
     converted(teacher, **options)
     teacher = copy.deepcopy(teacher)
     for other in ({"effort": 0.3}, {"num_decays": 3}, {}):  # the text is read whole in any case

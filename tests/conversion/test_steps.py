@@ -9,8 +9,8 @@ from tools.tiny_pipelines import PIPELINES, inputs, tiny_transformer
 from transformers import LlamaForCausalLM
 
 import mhla_hf
-from mhla_hf.conversion import calibration
-from mhla_hf.conversion.fit import GateFit, OutputFit
+from mhla_hf.conversion import calibration, language
+from mhla_hf.conversion.fit import OutputFit
 from mhla_hf.conversion.grid_fit import grid_layers
 from mhla_hf.conversion.language import TeacherScores
 from mhla_hf.conversion.teacher import mhla_layers
@@ -55,7 +55,7 @@ def fail(error, after=0):
     ("stopped", "name", "error", "after"),
     [
         (OutputFit, "step", KeyboardInterrupt("stop"), 0),
-        (GateFit, "step", RuntimeError("stop"), 0),
+        (language, "score_heads", RuntimeError("stop"), 0),
         (TeacherScores, "compare", MemoryError("stop"), 2),  # after heads got softmax back
     ],
 )
@@ -68,12 +68,12 @@ def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, aft
     expected, before = model(TEXT[None, :60]).logits, snapshot(model)
     monkeypatch.setattr(stopped, name, fail(error, after))
     with pytest.raises(type(error), match="stop"):
-        mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
+        mhla_hf.convert(model, text=TEXT, keep=5, salient=0, **SMALL)
     check_unchanged(model, before)
     assert torch.equal(model(TEXT[None, :60]).logits, expected)
     assert model.config._attn_implementation == "eager" and model.generation_config.custom_generate == "code"
     monkeypatch.undo()
-    mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
+    mhla_hf.convert(model, text=TEXT, keep=5, salient=0, **SMALL)
     assert model.config._attn_implementation == "eager" and not hasattr(model.generation_config, "custom_generate")
     is_training = {name: module.training for name, module in model.named_modules()}
     assert is_training["model.layers.0.self_attn"] and not is_training["model.layers.1.self_attn"]
@@ -105,7 +105,7 @@ def test_a_layer_whose_output_is_zero():
         for projection in (model.model.layers[1].self_attn.v_proj, transformer.transformer_blocks[0].attn1.to_v):
             for parameter in projection.parameters():
                 parameter.zero_()
-    mhla_hf.convert(model, text=TEXT, keep=1, **SMALL)
+    mhla_hf.convert(model, text=TEXT, keep=1, salient=0, **SMALL)
     json.dumps(model.config.mhla_measured, allow_nan=False)
     assert all(x.isfinite().all() for x in model.state_dict().values())
     mhla_hf.convert(transformer, samples=lambda _: transformer(**inputs("dit")), effort=0.02, keep=0, progress=False)

@@ -45,7 +45,7 @@ def short(tmp_path_factory):
         patch.setattr(toy, "RECIPES", recipes)
         patch.setattr(toy, "ITEMS", 2)
         patch.setattr(toy, "read_text", lambda: (text, "the end"))
-        for name in ("FIT_ROWS", "GATE_STEPS"):
+        for name in ("FIT_ROWS", "LONG_ROWS"):
             patch.setattr(importlib.import_module("mhla_hf.conversion.language"), name, 4)
         yield
 

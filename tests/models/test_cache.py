@@ -14,6 +14,14 @@ from transformers import DynamicCache
 from mhla_hf import convert
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+SALIENT = {"mixing_form": "decay", "windowed": True, "salient": 3}
+MODELS = {
+    **MODELS,
+    "llama-salient": lambda: converted_model(**SALIENT),
+    "smollm3-salient": lambda: converted_model(
+        "smollm3", [1, 2], heads=(4, 4), window=1, softmax_heads={1: [0, 2]}, **SALIENT
+    ),
+}
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -83,6 +91,26 @@ def test_assisted_decoding_rolls_back_exactly(name):
     assert torch.equal(model.generate(ids, assistant_model=draft, **options), plain)
     assert torch.equal(model.generate(ids, assistant_model=softmax_model(), **options), plain)
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), plain)
+
+
+@torch.no_grad()
+def test_salient_tokens_after_drafts_were_taken_back():
+    """Drafts that are fed anew change nothing within a block; others leave their votes, and generation goes on."""
+    model, ids = MODELS["llama-salient"](), tokens(1, 60)
+    expected = full_logits(model, ids)
+    cache, logits = DynamicCache(config=model.config), expected[:, :0]
+    for at, back in ((21, 3), (22, 1), (31, 6), (32, 8), (47, 5)):
+        for start, end in ((logits.shape[1], at), (at - back, at)):
+            if start < logits.shape[1]:
+                cache.crop(-back)
+            piece = model(ids[:, start:end], **{CACHE: cache}).logits
+            logits = torch.cat([logits[:, :start], piece], 1)
+    torch.testing.assert_close(logits, expected[:, :47], **CLOSE)
+    draft = softmax_model()
+    draft.generation_config.update(num_assistant_tokens=5, num_assistant_tokens_schedule="constant")
+    for assistant in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, **assistant)
+        assert out.shape == (1, 84) and torch.equal(out[:, :60], ids)
 
 
 @torch.no_grad()
@@ -190,7 +218,7 @@ def test_generated_mixtures_of_heads(data):
     groups, share, length = (data.draw(st.integers(*limits)) for limits in ((2, 4), (1, 3), (2, 70)))
     kept = data.draw(st.sets(st.integers(0, groups - 1), min_size=1, max_size=groups - 1))
     salient = data.draw(st.sampled_from([0, 0, 3]))
-    window, block_size = data.draw(st.integers(1 + bool(salient), 3)), data.draw(st.sampled_from([4, 16]))
+    window, block_size = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 16]))
     heads = groups * share
     sizes = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": groups}
     base = softmax_model(attn_implementation="eager", num_hidden_layers=1, **sizes)  # softmax over all T x T scores
@@ -214,8 +242,8 @@ def test_generated_mixtures_of_heads(data):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "heads",
-    [{}, {"softmax_heads": {"0": [1], "2": [0]}}, {"salient": 5, "softmax_heads": {"0": [1]}}],
-    ids=["no heads", "heads", "salient"],
+    [{}, {"softmax_heads": {"0": [1], "2": [0]}}, {"salient": 5}, {"salient": 5, "softmax_heads": {"0": [1]}}],
+    ids=["no heads", "heads", "salient", "salient, heads"],
 )
 @torch.no_grad()
 def test_a_prompt_within_the_window_is_the_base_bit_for_bit(heads, dtype, attention):

@@ -1,6 +1,7 @@
 """Models by decays compile: one graph for every length and for every step of decoding, block edges included.
 
-An exported program takes more than two blocks: to torch, fewer are another program.
+With salient tokens, every step is one graph, too, but a text of each number of blocks has its own. An exported program takes
+more than two blocks: to torch, fewer are another program.
 """
 
 import pytest
@@ -12,8 +13,8 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 LOCAL = {"mixing_form": "decay", "windowed": True}
 MIXED = {"layers": [1, 2], "softmax_heads": {2: [0]}, **LOCAL}  # a softmax layer, an MHLA layer, and one of both
 HEADS = {"num_layers": 2, "layers": [1], "softmax_heads": {1: [0]}, **LOCAL}  # a softmax layer, and one of both
-
-SALIENT = {"salient": 3, "window": 2, **MIXED}
+SALIENT = {"salient": 3, **MIXED}
+ALL_SALIENT = {"salient": 3, "window": 1, "num_layers": 1, **LOCAL}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,16 @@ def graphs():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "settings"), [("static", MIXED), ("dynamic, padded", HEADS), ("static", SALIENT)])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("static", MIXED),
+        ("dynamic, padded", HEADS),
+        ("static", SALIENT),
+        ("static", ALL_SALIENT),
+        ("dynamic, padded", HEADS | {"salient": 3}),
+    ],
+)
 def test_decoding_is_one_graph(kind, settings):
     model, ids, mask = converted_model(**settings), tokens(2, 28), torch.ones(2, 64, dtype=torch.long)
     mask[0, :5] = int(kind == "static")
@@ -46,7 +56,11 @@ def test_decoding_is_one_graph(kind, settings):
     assert graphs() == warm
 
 
-@pytest.mark.parametrize("settings", [LOCAL | {"num_layers": 1}, MIXED, SALIENT], ids=["all", "mixed", "salient"])
+@pytest.mark.parametrize(
+    "settings",
+    [LOCAL | {"num_layers": 1}, MIXED, ALL_SALIENT, SALIENT],
+    ids=["all", "mixed", "all salient", "mixed salient"],
+)
 def test_generate_with_a_static_cache_compiles_one_graph(settings):
     model, ids, mask = converted_model(**settings), tokens(2, 11), torch.ones(2, 11, dtype=torch.long)
     mask[0, :5] = 0
@@ -74,3 +88,16 @@ def test_one_graph_for_all_lengths(exported):
         here = ids[:, :length].clone()
         torch.testing.assert_close(compiled(here, use_cache=False).logits, model(here).logits, rtol=1e-5, atol=1e-5)
     assert exported or graphs() == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_text_with_salient_tokens_is_one_graph(padded):
+    model, ids, mask = converted_model(**SALIENT), tokens(2, 41), torch.ones(2, 41, dtype=torch.long)
+    mask[0, :5] = 0
+    given = {"attention_mask": mask if padded else None, "use_cache": False}
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    real = mask.bool() if padded else slice(None)
+    got, expected = compiled(ids, **given).logits, model(ids, **given).logits
+    torch.testing.assert_close(got[real], expected[real], rtol=1e-5, atol=1e-5)
+    assert graphs() == 1

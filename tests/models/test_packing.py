@@ -6,7 +6,13 @@ from tools.small_models import CACHE, converted_model, refused, scratch_model, t
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-MODELS = [lambda: converted_model(layers="2/3"), scratch_model]
+MODELS = [
+    lambda: converted_model(layers="2/3"),
+    scratch_model,
+    lambda: converted_model(
+        block_size=4, mixing_form="decay", windowed=True, window=1, salient=2, softmax_heads={0: [1]}
+    ),
+]
 ROWS = [tokens(1, n, seed=n) for n in (5, 20, 9)]
 COLLATORS = {
     "position_ids": {},
@@ -24,7 +30,7 @@ def separate(model) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", MODELS, ids=["hybrid", "scratch"])
+@pytest.mark.parametrize("make", MODELS, ids=["hybrid", "scratch", "salient"])
 @pytest.mark.parametrize("given", list(COLLATORS))
 def test_packed_equals_separate(make, given):
     """Also where the model would make a cache by itself, and where the body gets its arguments by place."""

@@ -13,6 +13,7 @@ MODELS = {
     "decays": lambda: converted_model(**LOCAL),
     "heads": lambda: converted_model(heads=(8, 4), softmax_heads={0: [1], 1: [0, 2]}, **LOCAL),
     "one decay, hybrid": lambda: converted_model("qwen3", [0, 2], num_decays=1, **LOCAL),
+    "salient": lambda: converted_model(heads=(8, 4), softmax_heads={0: [1], 1: [0, 2]}, salient=3, **LOCAL),
     "matrix": lambda: converted_model("mixtral", gate=True, output_norm=True, normalize=False),
     "matrix by head": lambda: converted_model(per_head=True),
     "scratch": scratch_model,
@@ -47,8 +48,9 @@ def one_process(rank, folder):
     for name in MODELS:
         config = DistributedConfig(tp_size=2, tp_plan="auto")
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", distributed_config=config)
-        mixing = model.model.layers[0].self_attn.mhla.mixing.weight
-        assert mixing.to_local().shape[0] == len(mixing) // 2 if hasattr(mixing, "to_local") else name in SHARED
+        if name != "salient":  # which has no parameters of its own
+            mixing = model.model.layers[0].self_attn.mhla.mixing.weight
+            assert mixing.to_local().shape[0] == len(mixing) // 2 if hasattr(mixing, "to_local") else name in SHARED
         model.save_pretrained(f"{folder}/{name}/again", is_main_process=rank == 0)
         torch.save(results(model, name), f"{folder}/{name}/{rank}.pt")
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/heads apart", distributed_config=config)

@@ -21,6 +21,13 @@ SETTINGS = [
     ({"windowed": True, "mixing_form": "decay", "feature_map": "identity"}, "feature_map"),
     ({"windowed": True, "mixing_form": "decay", "block_size": 2}, "sinks"),
     ({"windowed": True, "mixing_form": "decay", "normalize": False}, "normalize"),
+    ({"windowed": True, "mixing_form": "decay", "salient": -1}, "salient: got -1"),
+    ({"windowed": True, "mixing_form": "decay", "salient": 2, "gate": True}, "salient: got 2 with gate"),
+    (
+        {"windowed": True, "mixing_form": "decay", "salient": 2, "output_norm": True},
+        "salient: got 2 with gate or output_norm",
+    ),
+    ({"mixing_form": "decay", "salient": 2}, "salient: got 2 with windowed=False, expected 0"),
     ({"mixing_form": "decay", "rope": "after"}, "rope"),
     ({"mixing_form": "decay", "impl": "reference"}, "impl"),
     ({"window_dropout": 2}, "window_dropout"),
@@ -45,3 +52,17 @@ def test_settings(values, name):
 def test_settings_from_a_file(values, word):
     with refused(word):
         MHLASettings.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "core"),
+    [
+        ({}, "matrix"),
+        ({"mixing_form": "decay"}, "decay"),
+        ({"mixing_form": "decay", "windowed": True}, "decay"),
+        ({"mixing_form": "decay", "windowed": True, "window": 1, "salient": 3}, "salient"),
+    ],
+)
+def test_settings_say_which_core_attends(values, core):
+    assert MHLASettings(**values).core == core
+    assert MHLASettings.from_dict(MHLASettings(**values).to_dict()).core == core

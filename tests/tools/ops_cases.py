@@ -3,6 +3,7 @@
 `MHLA_CASES=10000 pytest tests/ops tests/nn -k generated` runs 10,000 cases of each kind.
 """
 
+import dataclasses
 import functools
 import os
 
@@ -137,7 +138,6 @@ def windowed_cases(draw):
     """Options, shapes, and padding of windowed attention with up to a block of sinks, and how it is decoded."""
     size = draw(st.integers(1, 9))
     softmax = draw(st.booleans())
-    salient = draw(st.sampled_from([0, 1, 3, 20])) if softmax else 0
     group, groups = draw(st.sampled_from(HEADS))
     tokens = draw(st.integers(1, 70))
     padding = draw(st.sampled_from(["none", "left", "holes", "packed"]))
@@ -146,12 +146,11 @@ def windowed_cases(draw):
     return {
         "options": WindowedOptions(
             size,
-            window=draw(st.integers(2 if salient else 1, 3)) if softmax else 1,
+            window=draw(st.integers(1, 3)) if softmax else 1,
             sinks=draw(st.integers(0, size)) if softmax else 0,
             scale=0.5,
             normalize=softmax or draw(st.booleans()),
             impl="torch",
-            salient=salient,
         ),
         "shape": (batch, tokens),
         "heads": (group * groups, groups),
@@ -166,6 +165,14 @@ def windowed_cases(draw):
         "cu_seqlens": [0, *sorted(draw(st.lists(inner, max_size=4))), tokens] if padding == "packed" else None,
         "plan": draw(plans()),
     }
+
+
+@st.composite
+def salient_cases(draw):
+    """Options, shapes, and padding of a window with salient tokens, and how it is decoded."""
+    case = draw(windowed_cases().filter(lambda case: case["softmax"]))
+    options = dataclasses.replace(case["options"], salient=draw(st.sampled_from([1, 3, 7, 20, 80])))
+    return {**case, "options": options, "piece_blocks": draw(st.sampled_from([1, 2, 32]))}
 
 
 def map_features(x):

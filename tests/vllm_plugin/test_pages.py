@@ -8,18 +8,29 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from mhla_hf.models.language.rotation import HALVES, unrotate
+from mhla_hf.nn.salient import SalientCore
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.nn.windowed import DecayMHLA
 from mhla_hf.ops.triton.tuning import INTERPRETED
 from mhla_hf.ops.windowed.attention import windowed_attention
 from mhla_hf.ops.windowed.inputs import WindowedInputs
-from mhla_hf.vllm_plugin.pages import NoRotation, PagedAttention, PageLayout, PagePool, RotationTable
+from mhla_hf.ops.windowed.salient import salient_attention
+from mhla_hf.vllm_plugin.pages import (
+    NewTokens,
+    NoRotation,
+    PagedAttention,
+    PagedSalientAttention,
+    PageLayout,
+    PagePool,
+    RotationTable,
+)
 
 HEADS, KV_HEADS, WIDTH, LONGEST = 4, 2, 8, 90
 KINDS = {
     "defaults": {"feature_map": "exp", "rope": "near", "window": 3, "free_decay": True, "length_power": True},
     "several decays": {"feature_map": "hedgehog", "window": 2, "num_decays": 3, "sinks": 2},
-    "salient": {"feature_map": "exp", "rope": "near", "window": 2, "salient": 3, "free_decay": True},
+    "salient": {"rope": "near", "window": 2, "salient": 3},
+    "salient, smallest window": {"window": 1, "sinks": 0, "salient": 5},
     "smallest window": {"feature_map": "relu", "window": 1, "sinks": 0},
     "no softmax": {"windowed": False, "feature_map": "hedgehog", "num_decays": 2, "sinks": 0},
     "no normalizer": {"windowed": False, "normalize": False, "feature_map": "elu", "sinks": 0},
@@ -30,6 +41,8 @@ def make_core(**settings):
     values = {"mixing_form": "decay", "windowed": True, "block_size": 4, "layers": [0], "gate": False, **settings}
     values = {"output_norm": values.get("normalize") is False, "rope": "before", **values}
     widths = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "key_dim": WIDTH, "value_dim": WIDTH}
+    if "salient" in settings:
+        return SalientCore(MHLASettings(**values), **widths)
     core = DecayMHLA(MHLASettings(**values), **widths, hidden_size=16, norm_eps=1e-6).double().eval()
     with torch.no_grad():
         for parameter in core.parameters():
@@ -48,14 +61,19 @@ class Requests:
         layout = PageLayout.of(core.settings, heads_per_page, WIDTH, dtype)
         num_bytes = sum(torch.Size(s).numel() * d.itemsize for s, d in zip(layout.shapes, layout.dtypes, strict=True))
         memory = torch.full((num_pages * count_pages, num_bytes // dtype.itemsize + 2), torch.nan, dtype=dtype)
-        decays, balance = core.mixing()
-        table = RotationTable(LONGEST) if core.settings.rope == "near" else NoRotation()
-        map_keys = core.map_keys if self.is_windowed else lambda k, cos_sin: k
+        self.is_salient = core.settings.core == "salient"
+        has_table = core.settings.rope == "near" and not self.is_salient
+        self.table = RotationTable(LONGEST) if has_table else NoRotation()
         pool = PagePool(memory.view(torch.int8), layout)
-        self.attention = PagedAttention(pool, table, map_keys, decays.to(dtype), balance, core.options)
+        if self.is_salient:
+            self.attention = PagedSalientAttention(pool, core.options)
+        else:
+            decays, balance = core.mixing()
+            map_keys = core.map_keys if self.is_windowed else lambda k, cos_sin: k
+            self.attention = PagedAttention(pool, self.table, map_keys, decays.to(dtype), balance, core.options)
         self.free = torch.randperm(num_pages * count_pages).view(-1, count_pages).tolist()
         angle = torch.arange(LONGEST).to(dtype)[:, None] / torch.tensor([1.0, 3.0, 9.0, 27.0])
-        width = 2 * WIDTH // 2 if core.settings.rope == "near" else 0
+        width = 2 * WIDTH // 2 if has_table else 0
         self.cos_sin = torch.cat([angle.cos(), angle.sin()], -1)[:, None, :width]
         self.q = torch.randn(num_sequences, LONGEST, HEADS, WIDTH).to(dtype)
         self.k, self.v = torch.randn(2, num_sequences, LONGEST, KV_HEADS, WIDTH).to(dtype)
@@ -63,38 +81,41 @@ class Requests:
 
     def inputs(self, row, tokens):
         q, k, v, cos_sin = self.q[row, tokens], self.k[row, tokens], self.v[row, tokens], self.cos_sin[tokens]
+        if self.is_salient:
+            return NewTokens(q, k, v, q[..., :0], cos_sin)
         features = self.core.q_map(self.core.unrotate(q[None], cos_sin[None]))[0]
         if not self.is_windowed:
             q, k = features, self.core.map_keys(k[None], cos_sin[None])[0]
-        return q, k, v, features, cos_sin
+        return NewTokens(q, k, v, features, cos_sin)
 
     def expected(self, row):
         q, k, v, features, cos_sin = (x[None] for x in self.inputs(row, slice(None)))
-        k_features = self.core.map_keys(k, cos_sin) if self.is_windowed else k
         attention = self.attention
+        if self.is_salient:
+            return salient_attention(q, k, v, attention.options)[0]
+        k_features = self.core.map_keys(k, cos_sin) if self.is_windowed else k
         inputs = WindowedInputs(q, k, v, features, attention.decays, attention.balance, attention.options)
         return windowed_attention(inputs, k_features)[0]
 
     def prefill(self, row, count):
         start = len(self.held[row][1])
-        tokens = slice(start, start + count)
-        q, k, v, features, cos_sin = self.inputs(row, tokens)
-        self.attention.table.allocate(cos_sin)
-        self.attention.table.write(torch.arange(start, start + count), cos_sin)
+        tokens = self.inputs(row, slice(start, start + count))
+        self.table.allocate(tokens.cos_sin)
+        self.table.write(torch.arange(start, start + count), tokens.cos_sin)
         pages = torch.tensor([self.held[row][0]])
-        self.held[row][1].extend(self.attention.prefill(q, k, v, features, cos_sin, pages, start))
+        self.held[row][1].extend(self.attention.prefill(tokens, pages, start))
 
     def decode(self, rows):
         position = torch.tensor([len(self.held[row][1]) for row in rows])
         parts = zip(
             *(self.inputs(row, slice(p, p + 1)) for row, p in zip(rows, position.tolist(), strict=True)), strict=True
         )
-        q, k, v, features, cos_sin = (torch.cat(part) for part in parts)
-        self.attention.table.allocate(cos_sin)
-        self.attention.table.write(position, cos_sin)
+        tokens = NewTokens(*(torch.cat(part) for part in parts))
+        self.table.allocate(tokens.cos_sin)
+        self.table.write(position, tokens.cos_sin)
         pages = torch.tensor([self.held[row][0] for row in rows])
-        batch = self.attention.plan(position, q, k, v)
-        for row, o in zip(rows, self.attention.decode(q, k, v, features, pages, batch), strict=True):
+        batch = self.attention.plan(position, tokens)
+        for row, o in zip(rows, self.attention.decode(tokens, pages, batch), strict=True):
             self.held[row][1].append(o)
 
 
@@ -162,12 +183,13 @@ def test_kernels_change_pages_as_pytorch_does(kind, heads_per_page):
 
 
 @torch.no_grad()
-def test_planned_step_reads_nothing_on_the_host():
-    requests = Requests(make_core(**KINDS["defaults"]), 1)
+@pytest.mark.parametrize("kind", ["defaults", "salient"])
+def test_planned_step_reads_nothing_on_the_host(kind):
+    requests = Requests(make_core(**KINDS[kind]), 1)
     requests.held = {0: (requests.free.pop(), []), 1: (requests.free.pop(), [])}
     requests.decode([0, 1])
-    attention, (q, k, v, features, _) = requests.attention, requests.inputs(0, slice(0, 2))
-    batch = attention.plan(torch.tensor([1, 1]), q, k, v)
+    attention, tokens = requests.attention, requests.inputs(0, slice(0, 2))
+    batch = attention.plan(torch.tensor([1, 1]), tokens)
 
     with FakeTensorMode(allow_non_fake_inputs=True):  # raises where a value of a tensor is read
-        attention.decode(q, k, v, features, torch.zeros(2, KV_HEADS, dtype=torch.long), batch)
+        attention.decode(tokens, torch.zeros(2, KV_HEADS, dtype=torch.long), batch)

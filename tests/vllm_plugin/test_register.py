@@ -91,6 +91,11 @@ def test_models_that_cannot_be_served(configuration, word, changes):
         configuration.module.MHLAServingConfig.verify_and_update_model_config(model_config(**changes))
 
 
+def test_any_rotation_suits_salient_tokens(configuration):
+    config = model_config(rope_parameters={"rope_type": "dynamic"}, salient=5)
+    configuration.module.MHLAServingConfig.verify_and_update_model_config(config)
+
+
 def vllm_config(**changes):
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
     settings = {"softmax_heads": changes.pop("kept", None)}

@@ -218,7 +218,7 @@ def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
 def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
     attentions = find_causal_attentions(model)
     for attention in (attentions[index] for index in settings.layers):  # type: ignore[index]
-        attention.reads_unrotated = settings.rope == "near"
+        attention.reads_unrotated = settings.rope == "near" and not settings.salient
         if attention.reads_unrotated:
             attention.mhla.unrotate = partial(unrotate, layout=rotation_layout(attention))
         if settings.windowed and any(calls_interface(cls) for cls in type(attention).__mro__):

@@ -14,7 +14,7 @@ is MHLA by decays and nothing else.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,11 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import divide_or_zero
-from ..torch_layout import DifferentiableOnce, MoveTokens, align_sequences, shift_to_start
+from ..torch_layout import (
+    DifferentiableOnce,
+    MoveTokens,
+    align_sequences,
+    by_block,
+    by_token,
+    resize_tokens,
+    shift_to_start,
+)
 from .decays import Decays, block_distances, decayed_sums, powers
 from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
-from .salient import NEVER, SalientState, cast_votes, choose_salient, finish_salient, voting_places, write_salient
 
 PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds the memory that the gather takes
 
@@ -43,13 +50,10 @@ class SinkTokens(NamedTuple):
 class PastSums(NamedTuple):
     """Running sums [B, G, R, K, V + 1] that the queries of one block per row read; `block`, int [B], is that block.
 
-    For each rate lambda this is the sum over blocks j <= block - window of lambda^(block - j) S_j (`block_summaries`).
-    With salient tokens, `pending` are the sums [B, G, R, K, V + 1] of tokens that become far at the block after it.
-    """
+    For each rate lambda this is the sum over blocks j <= block - window of lambda^(block - j) S_j (`block_summaries`)."""
 
     sums: Tensor
     block: Tensor
-    pending: Tensor | None = None
 
 
 @dataclass
@@ -66,7 +70,6 @@ class BlockRun:
         sink_tokens: Sinks from a state; None to take the first tokens of each sequence.
         past: Running sums from a state; None if no tokens came before.
         first_query_block: Index, among the M blocks, of the first one with queries; outputs of earlier blocks are 0.
-        salient: The salient tokens of a state and the number of tokens in it, int64 [B]; None without a state.
     """
 
     inputs: WindowedInputs
@@ -77,7 +80,6 @@ class BlockRun:
     sink_tokens: SinkTokens | None = None
     past: PastSums | None = None
     first_query_block: int = 0
-    salient: tuple[SalientState, Tensor] | None = None
 
 
 def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
@@ -120,7 +122,7 @@ def windowed_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     if block_index is None:
         block_index = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
     run = BlockRun(inputs, k_features, block_index[None], valid, sequence_id)
-    o, _ = attend_with_salient(run) if options.salient else attend_run(run)
+    o, _ = attend_run(run)
     return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
 
@@ -185,94 +187,10 @@ def with_valid(run: BlockRun) -> BlockRun:
     return replace(run, valid=resize_tokens(valid, length) & exists)
 
 
-def attend_with_salient(run: BlockRun, end: Tensor | None = None) -> tuple[Tensor, PastSums | None]:
-    """Compute the outputs of a run in which salient tokens stay near.
-
-    If `end` int64 [B] is given, the number of tokens of each row after the run, its state of salient tokens is brought up to
-    date, and the sums for its last block are returned.
-    """
-    run = with_valid(run)
-    options, block_index = run.inputs.options, run.block_index
-    size, window, num_blocks = options.block_size, options.window, block_index.shape[1]
-    state, before = run.salient if run.salient is not None else (None, None)
-    pieces = list(near_pieces(run, vote=True))
-    dtype = sum_dtype(run)
-    votes = torch.zeros(
-        len(run.inputs.q), run.inputs.k.shape[2], num_blocks, size, dtype=dtype, device=run.inputs.q.device
-    )
-    for piece in pieces:
-        first = piece.begin - window + 2  # the block for which the first block of the piece votes
-        if piece.votes is not None and piece.end - window + 2 > 0:
-            votes[:, :, max(first, 0) : piece.end - window + 2] = piece.votes[:, :, max(-first, 0) :]
-    position = block_index[..., None] * size + torch.arange(size, device=votes.device)
-    is_candidate = position >= options.sinks  # [B or 1, M, C]
-    if run.valid is not None:
-        is_candidate = is_candidate & run.valid.unflatten(1, (-1, size))
-    k, v, k_features = (resize_tokens(x, num_blocks * size) for x in (*run.inputs[1:3], run.k_features))
-    block = block_index[..., None].expand(len(votes), -1, size).flatten(1)[:, None].expand(-1, votes.shape[1], -1)
-    tensors = [x.transpose(1, 2) for x in (k, v, k_features)]
-    if state is not None and before is not None:
-        last_block = (before - 1).clamp(min=0) // size
-        for distance, known in ((window - 1, state.final), (window - 2, state.cast)):
-            place = last_block - distance - block_index[:, 0]  # of the voted block among those of the run
-            is_here = (place[:, None] == torch.arange(num_blocks, device=place.device))[:, None, :, None]
-            votes = votes + torch.where(is_here, known[:, :, None], 0)
-        tensors = [torch.cat([x, y], 2) for x, y in zip((state.k, state.v, state.features), tensors, strict=True)]
-        block = torch.cat([state.position.clamp(min=0) // size, block], 2)
-    choice = choose_salient(votes.masked_fill(~is_candidate[:, None], NEVER), block_index, options, state, before)
-    decays = run.inputs.decays.to(dtype)
-
-    def sum_left(tokens: Tensor, reference: Tensor) -> Tensor:
-        """Sum k v^T of tokens int64 [B, G, .., C], decayed to the block `reference` [B, 1, ..]: [B, G, R, .., K, V + 1]."""
-        features, values = (gather_tokens(x, tokens).to(dtype) for x in (tensors[2], with_ones(tensors[1])))
-        token_block = block.gather(2, tokens.clamp(min=0).flatten(2)).view_as(tokens)
-        age = (reference[..., None] - token_block).clamp(min=0)[:, :, None]
-        rate = decays.log_rate.view(1, *decays.log_rate.shape, *[1] * (tokens.dim() - 2))
-        weighted = features[:, :, None] * (torch.exp(rate * age) * (tokens >= 0)[:, :, None])[..., None]
-        return weighted.mT @ values[:, :, None]
-
-    sums = sum_left(choice.left, block_index[:, None] - 1)  # [B, G, R, M, K, V + 1]
-    left_before = F.pad(sums[:, :, :, 1:], (0, 0, 0, 0, 0, 1)).flatten(1, 2)
-    far_sums = decayed_sums(left_before.flatten(3), decays.log_rate.reshape(-1, 1), 1, run.sequence_id)
-    far_sums = far_sums.reshape(sums.shape).transpose(2, 3)  # [B, G, M, R, K, V + 1]
-    past = run.past
-    if past is not None:
-        elapsed = (block_index - past.block[:, None])[:, None, :, None]
-        log_rate = decays.log_rate[:, None]
-        far_sums = far_sums + torch.exp(log_rate * elapsed.clamp(min=0))[..., None, None] * past.sums[:, :, None]
-        if past.pending is not None:
-            enters = torch.exp(log_rate * (elapsed - 1 + window).clamp(min=0)).masked_fill(elapsed < 1, 0)
-            far_sums = far_sums + enters[..., None, None] * past.pending[:, :, None]
-    o = attend_near_and_far(run, far_sums, decays, pieces, (tensors[0], tensors[1], choice.kept))
-    if end is None:
-        return o, None
-    assert state is not None and before is not None
-    rows, last_block = torch.arange(len(end), device=end.device), (end - 1).clamp(min=0) // size
-    block_index = block_index.expand(len(end), -1)
-    after = finish_salient(choice, votes, is_candidate, block_index, end, options, state, before)
-    pending = sum_left(after.left, last_block[:, None] - window + 1)
-    if past is not None and past.pending is not None:
-        pending = pending + torch.where((last_block == past.block).view(-1, 1, 1, 1, 1), past.pending, 0)
-    running = far_sums.transpose(1, 2)[rows, last_block - block_index[:, 0]]
-    place = torch.arange(size, device=end.device)
-    positions = (block_index[..., None] * size + place).flatten(1)[:, None].expand(-1, votes.shape[1], -1)
-    all_votes = torch.cat([state.votes, votes.flatten(2)], 2)
-    all_k, all_v, all_features = tensors
-    write_salient(state, after, all_k, all_v, all_features, torch.cat([state.position, positions], 2), all_votes)
-    return o, PastSums(running, last_block, pending)
-
-
-def gather_tokens(x: Tensor, tokens: Tensor) -> Tensor:
-    """Gather tokens int64 [B, G, .., N] of x [B, G, T, D], to [B, G, .., N, D]; zeros for token -1."""
-    index = tokens.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, index).unflatten(2, tokens.shape[2:]).masked_fill((tokens < 0)[..., None], 0)
-
-
 class NearPiece(NamedTuple):
     """Softmax over window and sinks of the blocks from `begin` to `end`, with what its backward pass needs.
 
-    See `NearAndFar` for the tensors. `votes` [B, G, m, C] are for the blocks `window - 2` before; None if none
-    are cast.
+    See `NearAndFar` for the tensors.
     """
 
     begin: int
@@ -281,10 +199,9 @@ class NearPiece(NamedTuple):
     mask: Tensor
     near: Tensor
     lse: Tensor
-    votes: Tensor | None
 
 
-def near_pieces(run: BlockRun, vote: bool = False) -> Iterator[NearPiece]:
+def near_pieces(run: BlockRun) -> Iterator[NearPiece]:
     """Compute softmax over window and sinks for all blocks of a run with queries, some blocks at a time."""
     q, k, v, options = *run.inputs[:3], run.inputs.options
     size, window, num_blocks = options.block_size, options.window, run.block_index.shape[1]
@@ -293,7 +210,7 @@ def near_pieces(run: BlockRun, vote: bool = False) -> Iterator[NearPiece]:
     if run.valid is not None:
         k, v = (torch.where(run.valid[..., None, None], x, 0) for x in (k, v))
     mask = None
-    for begin, end in piece_borders(run, vote):
+    for begin, end in piece_borders(run):
         if mask is None or run.valid is not None or begin <= window:
             mask = window_mask(run, sinks.valid, begin, end)
         queries = by_block(q[:, begin * size : end * size], k.shape[2], size)
@@ -303,11 +220,10 @@ def near_pieces(run: BlockRun, vote: bool = False) -> Iterator[NearPiece]:
         with torch.no_grad():
             window_k, window_v = gather_windows(keys, sink_k, size, mask), gather_windows(values, sink_v, size, mask)
             near, lse = softmax_forward(queries, window_k, window_v, mask, options.scale)
-            votes = votes_of_piece(run, tensors, lse, begin, end) if vote else None
-        yield NearPiece(begin, end, tensors, mask, near, lse, votes)
+        yield NearPiece(begin, end, tensors, mask, near, lse)
 
 
-def piece_borders(run: BlockRun, vote: bool = False) -> Iterator[tuple[int, int]]:
+def piece_borders(run: BlockRun) -> Iterator[tuple[int, int]]:
     """Return the first block and the end of each piece of a run, in which the queries' windows are gathered at a time.
 
     Under torch.compile there is one piece, so that one graph serves all lengths.
@@ -318,46 +234,13 @@ def piece_borders(run: BlockRun, vote: bool = False) -> Iterator[tuple[int, int]
     if run.valid is None and run.inputs.balance is not None:
         first = min(options.window, num_blocks)
     borders = [*range(first, num_blocks, max(PIECE_TOKENS // options.block_size, 1)), num_blocks]
-    if vote and run.valid is None and options.window - 2 < first:
-        borders.insert(0, options.window - 2)  # the first block that votes
     return itertools.pairwise(borders)
 
 
-def votes_of_piece(run: BlockRun, tensors: tuple[Tensor, ...], lse: Tensor, begin: int, end: int) -> Tensor:
-    """Return the votes [B, G, m, C] of the queries of blocks `begin` to `end` for the blocks `window - 2` before theirs."""
-    options, (q, k) = run.inputs.options, tensors[:2]
-    size, count, voters = options.block_size, end - begin, voting_places(options)
-    voted = k[:, :, size : (count + 1) * size].unflatten(2, (count, size)).transpose(1, 2).flatten(0, 1)
-    is_vote = torch.ones(size, size, dtype=torch.bool, device=q.device)
-    if options.window == 2:
-        is_vote = is_vote.tril()
-    token = torch.arange(begin * size, end * size, device=q.device).view(1, count, size)
-    is_voter = token < run.inputs.q.shape[1]
-    if run.valid is not None:
-        is_key = take_window(run.valid[..., None, None], options, begin, end)[:, 0, :, 0].unflatten(1, (-1, size))
-        is_vote = is_vote & is_key[:, 1 : count + 1, None]
-        is_voter = run.valid.unflatten(1, (-1, size))[:, begin:end]
-        if run.salient is not None:
-            state, before = run.salient
-            position = run.block_index[:, begin:end, None] * size + token % size
-            is_voter = is_voter & (position >= torch.maximum(state.voted, before)[:, None, None])
-    is_vote = (is_vote & is_voter[..., None])[:, :, voters]
-    is_vote = is_vote.expand(len(q) // count, -1, -1, -1).flatten(0, 1)[:, None]
-    by_head = q.unflatten(2, (-1, size))[:, :, :, voters], voted, lse.unflatten(2, (-1, size))[..., voters]
-    return cast_votes(*by_head, is_vote, options.scale).unflatten(0, (-1, count)).transpose(1, 2)
-
-
-def attend_near_and_far(
-    run: BlockRun,
-    far_sums: Tensor,
-    decays: Decays,
-    pieces: Iterable[NearPiece] | None = None,
-    salient: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Tensor:
+def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tensor:
     """Return the outputs [B, T, H, V] of a `BlockRun`: softmax over the window, merged with the far part.
 
-    `far_sums` [B, G, M, R, K, V + 1] are the sums of earlier blocks that each block reads. `salient` are keys and values
-    [B, G, .., D] and, for each block, the tokens among them that stay near, as `kept` of `SalientTokens`.
+    `far_sums` [B, G, M, R, K, V + 1] are the sums of earlier blocks that each block reads.
     """
     q, k, v, q_features, _, balance, options, *_ = run.inputs
     size, window, num_blocks = options.block_size, options.window, run.block_index.shape[1]
@@ -392,19 +275,11 @@ def attend_near_and_far(
         near_q, near_k, near_v = (resize_tokens(x, length)[:, : first * size].transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(near_q, near_k, near_v, is_causal=True, scale=options.scale, enable_gqa=True)
         outputs.append(o.transpose(1, 2))
-    for piece in near_pieces(run) if pieces is None else pieces:
-        if piece.begin < first and run.valid is None:
-            continue  # there only for its votes
+    for piece in near_pieces(run):
         far = far_of(piece.begin, piece.end)
         shift = balance.to(far.dtype).view(k.shape[2], -1, 1).expand(-1, -1, size).flatten(1)  # [G, (H / G) * C]
-        extra: list[Tensor | None] = [None] * 3
-        if salient is not None:
-            tokens = salient[2][:, :, piece.begin : piece.end]
-            is_kept = (tokens >= 0).transpose(1, 2).flatten(0, 1)[:, :, None]
-            kept = (gather_tokens(x, tokens).transpose(1, 2).flatten(0, 1) for x in salient[:2])
-            extra = [*kept, make_mask(is_kept, q.dtype)]
         known = piece.near, piece.lse, piece.mask
-        o = NearAndFar.apply(*piece.tensors, far, shift, *extra, *known, size, options.scale)
+        o = NearAndFar.apply(*piece.tensors, far, shift, *known, size, options.scale)
         outputs.append(by_token(o if options.unrounded else o.to(dtype), len(q), size))
     return resize_tokens(torch.cat(outputs, 1), num_tokens)
 
@@ -416,8 +291,7 @@ class NearAndFar(torch.autograd.Function):
 
         total = log(e^lse + e^balance den),   o = e^(lse - total) o_near + e^(balance - total) num
 
-    Salient tokens are a second near part, merged alike. The gradients of q, k, and v are those of the fused kernel, given o
-    and total (`fused_softmax.py`).
+    The gradients of q, k, and v are those of the fused kernel, given o and total (`fused_softmax.py`).
     """
 
     @staticmethod
@@ -430,9 +304,6 @@ class NearAndFar(torch.autograd.Function):
         sink_v: Tensor,
         far: Tensor,
         balance: Tensor,
-        salient_k: Tensor | None,
-        salient_v: Tensor | None,
-        salient_mask: Tensor | None,
         near: Tensor,
         lse: Tensor,
         mask: Tensor,
@@ -442,64 +313,45 @@ class NearAndFar(torch.autograd.Function):
         """Compute o [B * m, G, N, V] in far's dtype, for the N = (H / G) * C queries of each of m blocks.
 
         q is [B * m, G, N, D], far [B * m, G, N, V + 1], balance [G, N]; k and v are from `take_window`, sink_k and sink_v
-        from `sinks_of_blocks`, the mask is from `window_mask`; near and lse are their softmax. salient_k and salient_v are
-        [B * m, G, S, ..], and salient_mask is [B * m, G, 1, S].
+        from `sinks_of_blocks`, the mask is from `window_mask`; near and lse are their softmax.
         """
-        salient = None
-        if salient_k is not None and salient_v is not None:
-            salient = softmax_forward(q, salient_k, salient_v, salient_mask, scale)
-        o, total = merge_near_and_far(near, lse.to(far.dtype), far, balance, mask.dtype, salient)
-        ctx.save_for_backward(q, k, v, sink_k, sink_v, far, balance, salient_k, salient_v, salient_mask, mask, o, total)
+        o, total = merge_near_and_far(near, lse.to(far.dtype), far, balance, mask.dtype)
+        ctx.save_for_backward(q, k, v, sink_k, sink_v, far, balance, mask, o, total)
         ctx.size, ctx.scale = size, scale
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink_k, sink_v, far, balance, salient_k, salient_v, salient_mask, mask, o, total = ctx.saved_tensors
+        q, k, v, sink_k, sink_v, far, balance, mask, o, total = ctx.saved_tensors
         size, scale = ctx.size, ctx.scale
         with torch.no_grad():
             do_seen = do.masked_fill(no_key(total, mask.dtype)[..., None], 0)
             factor = far_factor(far, balance, total)
             d_far = torch.cat([factor * do_seen, -factor * (do_seen * o).sum(-1, keepdim=True)], -1)
             d_balance = (far * d_far).sum((0, -1))
-            grads: list[Tensor | None] = [*[None] * 5, d_far, d_balance, None, None]
+            grads: list[Tensor | None] = [*[None] * 5, d_far, d_balance]
             if any(ctx.needs_input_grad[:5]):
-                of_output = do_seen.to(q.dtype), q
-                after = o.to(q.dtype), total
                 window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
-                dq, dk, dv = softmax_backward(*of_output, *window, *after, mask, scale)
-                if salient_k is not None:
-                    salient = softmax_backward(*of_output, salient_k, salient_v, *after, salient_mask, scale)
-                    dq, grads[7:9] = dq + salient[0], salient[1:]
+                dq, dk, dv = softmax_backward(do_seen.to(q.dtype), q, *window, o.to(q.dtype), total, mask, scale)
                 dk, d_sink_k = scatter_windows(dk, k, sink_k, size)
                 dv, d_sink_v = scatter_windows(dv, v, sink_v, size)
                 grads[:5] = [dq, dk, dv, d_sink_k, d_sink_v]
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
             inputs = (do, q, k, v, sink_k, sink_v, far, balance)
             grads = [None if x is None else DifferentiableOnce.apply(x, *inputs) for x in grads]
-        return *grads, *[None] * 6
+        return *grads, *[None] * 5
 
 
 def merge_near_and_far(
-    near: Tensor,
-    lse: Tensor,
-    far: Tensor,
-    balance: Tensor,
-    mask_dtype: torch.dtype,
-    salient: tuple[Tensor, Tensor] | None = None,
+    near: Tensor, lse: Tensor, far: Tensor, balance: Tensor, mask_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Merge softmax over near keys [.., N, V], with its logsumexp [.., N], with the far part; see `NearAndFar`.
 
-    `salient` are the same of salient tokens. Returns the output and the logsumexp of all.
+    Returns the output and the logsumexp of both.
     """
     total = torch.logaddexp(lse, far[..., -1].log() + balance)
-    if salient is not None:
-        total = torch.logaddexp(total, salient[1].to(lse.dtype))
     o = torch.exp(lse - total).masked_fill(no_key(lse, mask_dtype), 0)[..., None] * near
-    o = o + far_factor(far, balance, total) * far[..., :-1]
-    if salient is not None:
-        o = o + torch.exp(salient[1].to(lse.dtype) - total)[..., None] * salient[0]
-    return o, total
+    return o + far_factor(far, balance, total) * far[..., :-1], total
 
 
 def far_factor(far: Tensor, balance: Tensor, total: Tensor) -> Tensor:
@@ -645,29 +497,6 @@ def find_sinks(run: BlockRun) -> SinkTokens:
     first = torch.searchsorted(run.sequence_id, run.sequence_id) * options.block_size
     token = (first[:, None] + torch.arange(options.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
     return SinkTokens(k[:, token], v[:, token], valid[:, token])
-
-
-def resize_tokens(x: Tensor, count: int) -> Tensor:
-    """Cut or pad x [B, T, ..] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
-
-    Under torch.compile, padding by nothing would be a special case with a graph of its own; a gather has no special case.
-    """
-    if torch.compiler.is_compiling():
-        return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
-    if x.shape[1] == count:
-        return x
-    return F.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
-
-
-def by_block(x: Tensor, num_kv_heads: int, size: int) -> Tensor:
-    """Group tokens by block and heads by KV head: [B, m * C, H, D] -> [B * m, G, (H / G) * C, D]."""
-    x = x.unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size))
-    return x.permute(0, 1, 3, 4, 2, 5).flatten(3, 4).flatten(0, 1)
-
-
-def by_token(x: Tensor, batch: int, size: int) -> Tensor:
-    """Undo `by_block`: [B * m, G, (H / G) * C, V] -> [B, m * C, H, V]."""
-    return x.unflatten(2, (-1, size)).unflatten(0, (batch, -1)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
 
 
 def with_ones(v: Tensor) -> Tensor:

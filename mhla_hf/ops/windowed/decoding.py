@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import divide_or_zero
-from ..state import RowState
-from ..torch_layout import TokenLayout, ring_slot
+from ..state import RingState
+from ..torch_layout import TokenLayout, ring_slot, visible_slots
 from .attention import (
     BlockRun,
     PastSums,
     SinkTokens,
     attend_run,
-    attend_with_salient,
     far_range,
     merge_near_and_far,
     with_ones,
@@ -30,14 +29,13 @@ from .attention import (
 from .decays import Decays
 from .fused_softmax import make_mask, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
-from .salient import SalientState, cast_votes, decide_one, voting_places
 
 # Maps keys [B, N, G, D] and the cosines and sines of their rotation [B, N, 1, A] to features of the far part, [B, N, G, K].
 KeyMap = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class WindowedState(RowState):
+class WindowedState(RingState):
     """The decoder state of near and far attention, for B rows.
 
     It is changed in place, and its tensors keep their addresses while the number of rows stays the same. Nothing has a
@@ -45,7 +43,6 @@ class WindowedState(RowState):
     which slot.
 
     Args:
-        block_size: Tokens per block, C.
         k: [B, G, S + W, D], keys: the sinks, then the ring.
         v: [B, G, S + W, V], values.
         valid: bool [B, S + W], the slots that hold a real token.
@@ -55,24 +52,16 @@ class WindowedState(RowState):
             awkward width for the vector units that decode. At least fp32.
         pending: [B, G, V + 1, K], the incomplete summary of the block that will be added to `running` next, to which every
             step adds one token. At least fp32.
-        position: int64 [B], number of tokens that each row has seen.
-        furthest: int64 [B], the largest `position` of each row at any call of `crop`.
         cropped: Number of tokens that `crop` has removed from `position` and `rewind` has not yet removed from the sums.
-        salient: The salient tokens, or None. `pending` is then [B, G, R, V + 1, K], and has the tokens that become far at
-            the next block, decayed to the oldest block in the window.
     """
 
-    block_size: int
     k: Tensor
     v: Tensor
     valid: Tensor
     cos_sin: Tensor
     running: Tensor
     pending: Tensor
-    position: Tensor
-    furthest: Tensor
     cropped: int = 0
-    salient: SalientState | None = None
 
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
@@ -89,7 +78,6 @@ class WindowedState(RowState):
         batch, _, num_kv_heads, value_dim = v.shape
         num_slots = options.sinks + (options.window + 1) * options.block_size
         sum_dtype = torch.promote_types(k.dtype, torch.float32)
-        rates = [num_rates] if options.salient else []
         return WindowedState(
             block_size=options.block_size,
             k=k.new_zeros(batch, num_kv_heads, num_slots, k.shape[-1]),
@@ -97,34 +85,19 @@ class WindowedState(RowState):
             valid=k.new_zeros(batch, num_slots, dtype=torch.bool),
             cos_sin=cos_sin.new_zeros(batch, num_slots, 1, cos_sin.shape[-1]),
             running=k.new_zeros(batch, num_kv_heads, num_rates, value_dim + 1, num_features, dtype=sum_dtype),
-            pending=k.new_zeros(batch, num_kv_heads, *rates, value_dim + 1, num_features, dtype=sum_dtype),
+            pending=k.new_zeros(batch, num_kv_heads, value_dim + 1, num_features, dtype=sum_dtype),
             position=k.new_zeros(batch, dtype=torch.int64),
             furthest=k.new_zeros(batch, dtype=torch.int64),
-            salient=SalientState.empty(k, v, num_features, options) if options.salient else None,
         )
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row, in place. The next `continue_windowed` corrects the sums.
-
-        Raises:
-            ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
-        """
-        torch.maximum(self.furthest, self.position, out=self.furthest)
-        behind = int((self.furthest - self.position).max()) + count
-        if behind > self.block_size:
-            reach = count - (behind - self.block_size)
-            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the ring still holds.")
-        shortest = int(self.position.min())
-        if count > shortest:
-            raise ValueError(f"count: got {count}, expected at most {shortest}, the length of the shortest row.")
+        """Remove the last `count` tokens of every row, in place. The next `continue_windowed` corrects the sums."""
+        super().crop(count)
         self.cropped += count
-        self.position.sub_(count)
 
     @torch.no_grad()
     def rewind(self, decays: Decays, map_keys: KeyMap, options: WindowedOptions) -> None:
         """Remove cropped tokens from `running` and `pending`, in place. See `continue_windowed` for the arguments."""
-        if self.salient is not None:
-            return self.rewind_salient(self.salient, decays, map_keys, options)
         decays = decays.to(self.running.dtype)
         block = (self.position - 1).clamp(min=0) // options.block_size
         old_block = (self.position + self.cropped - 1).clamp(min=0) // options.block_size
@@ -140,84 +113,6 @@ class WindowedState(RowState):
         self.running.copy_(torch.where(block < old_block, earlier, self.running))
         self.cropped = 0
         self.refresh_pending(map_keys, options)
-
-    def rewind_salient(self, salient: SalientState, decays: Decays, map_keys: KeyMap, options: WindowedOptions) -> None:
-        """Do what `rewind` does for a state with salient tokens. The votes of removed tokens stay."""
-        size, window, decays = options.block_size, options.window, decays.to(self.running.dtype)
-        old_end = self.position + self.cropped
-        block, old_block = ((x - 1).clamp(min=0) // size for x in (self.position, old_end))
-        went_back = block < old_block
-        # Of the block that left the window when `old_block` was opened, all that is not kept has become far.
-        k, v, features, is_token, positions = self.read_block(old_block - window, map_keys, options)
-        is_kept = ((salient.position[:, :, None] == positions[:, None, :, None]) & salient.now[:, :, None]).any(-1)
-        weight = (is_token[:, None] & ~is_kept & (old_block >= window)[:, None, None]).to(self.running.dtype)
-        left = with_ones(v).to(weight.dtype).mT @ (features.to(weight.dtype) * weight[..., None])  # [B, G, V + 1, K]
-        decay = torch.exp(decays.log_rate)[..., None, None]
-        earlier = (self.running - decay**window * left[:, :, None]) / decay
-        back = went_back.view(-1, 1, 1, 1, 1)
-        is_far = ((block - window + 1) * size > options.sinks).view(-1, 1, 1, 1, 1) & (
-            decay > torch.finfo(decay.dtype).eps
-        )
-        self.running.copy_(torch.where(back, torch.where(is_far, earlier, 0), self.running))
-        start = old_block * size
-        salient.voted.copy_(torch.where(went_back, start, torch.maximum(salient.voted, old_end)))
-        salient.decided.copy_(torch.where(went_back, start, 0))
-        salient.cast.copy_(torch.where(went_back[:, None, None], salient.final, salient.cast))
-        self.pending.copy_(torch.where(back, left[:, :, None], 0))
-        salient.forget_next(options)
-        self.cropped = 0
-        # What the tokens that stay have decided in their block, anew.
-        k, v, features, is_token, positions = self.read_block(block - window + 1, map_keys, options)
-        decided = (positions + (window - 1) * size < self.position[:, None]) & is_token & ~went_back[:, None]
-        for place in range(size):
-            token_k, token_v, token_features, votes = (x[:, :, place] for x in (k, v, features, salient.final))
-            where = positions[:, place], decided[:, place]
-            self.decide(salient, token_k, token_v, token_features, votes, *where, decays)
-
-    def decide(
-        self,
-        salient: SalientState,
-        k: Tensor,
-        v: Tensor,
-        features: Tensor,
-        votes: Tensor,
-        position: Tensor,
-        is_candidate: Tensor,
-        decays: Decays,
-    ) -> None:
-        """Compare a token of the oldest block in the window with the kept ones; add what leaves to `pending`, in place."""
-        token = k, v, features, votes
-        left_features, left_v, left_position, leaves = decide_one(salient, *token, position, is_candidate)
-        age = position[:, None] // self.block_size - left_position // self.block_size
-        weight = torch.exp(decays.log_rate * age.clamp(min=0)[..., None]).masked_fill(
-            ~leaves[..., None], 0
-        )  # [B, G, R]
-        v = (weight[..., None] * with_ones(left_v)[:, :, None]).to(self.pending.dtype)
-        self.pending.addcmul_(v[..., None], left_features[:, :, None, None].to(v.dtype))
-
-    def vote(self, salient: SalientState, q: Tensor, lse: Tensor, is_voter: Tensor, options: WindowedOptions) -> None:
-        """Add the votes of one query per row, q [B, H, D] with its logsumexp, for the second block to leave, in place."""
-        block = self.position // options.block_size - options.window + 2
-        position = block[:, None] * options.block_size + torch.arange(options.block_size, device=block.device)
-        rows, slot = torch.arange(len(block), device=block.device)[:, None], self.slot(position, options)
-        voting = voting_places(options)
-        is_voter = is_voter & (self.position % options.block_size % voting.step == voting.start)
-        is_vote = self.valid[rows, slot] & (position >= 0) & (position <= self.position[:, None]) & is_voter[:, None]
-        k = self.k.transpose(1, 2)[rows, slot].transpose(1, 2)  # [B, G, C, D]
-        queries = q.unflatten(1, (k.shape[1], -1))[:, :, :, None]
-        salient.cast.add_(cast_votes(queries, k, lse[..., None], is_vote[:, None, None], options.scale))
-
-    def read_block(
-        self, block: Tensor, map_keys: KeyMap, options: WindowedOptions
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return keys, values, and features [B, G, C, ..] of block int64 [B], from the ring, which are tokens, and where."""
-        position = block[:, None] * options.block_size + torch.arange(options.block_size, device=block.device)
-        rows = torch.arange(len(block), device=block.device)[:, None]
-        slot = self.slot(position, options)
-        k, v = (x.transpose(1, 2)[rows, slot] for x in (self.k, self.v))
-        features = map_keys(k, self.cos_sin[rows, slot])
-        is_token = self.valid[rows, slot] & (position >= options.sinks)
-        return k.transpose(1, 2), v.transpose(1, 2), features.transpose(1, 2), is_token, position
 
     def refresh_pending(self, map_keys: KeyMap, options: WindowedOptions) -> None:
         """Recompute `pending` from the ring, in place. See `continue_windowed` for the arguments."""
@@ -296,8 +191,7 @@ def continue_windowed(
     past = sink_tokens = None
     first_query_block = 0
     if not fresh:
-        pending = None if state.salient is None else state.pending.mT
-        past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size, pending)
+        past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
         if q.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere, reading positions would cost more
             first_query_block = int((before // size - first_block).min())
     with torch.no_grad():
@@ -308,8 +202,7 @@ def continue_windowed(
         sinks = slice(0, options.sinks)
         sink_tokens = SinkTokens(held_k[:, sinks], held_v[:, sinks], state.valid[:, sinks])
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
-    salient = None if state.salient is None else (state.salient, before)
-    run = BlockRun(inputs, k_features, layout.blocks, valid, None, sink_tokens, past, first_query_block, salient)
+    run = BlockRun(inputs, k_features, layout.blocks, valid, None, sink_tokens, past, first_query_block)
     return layout.take_back(attend_and_keep_sums(run, map_keys, state))
 
 
@@ -317,8 +210,7 @@ def attend_from_start(inputs: WindowedInputs, map_keys: KeyMap, state: WindowedS
     """Compute `continue_windowed` for whole sequences from their start, where nothing has to be moved."""
     q, k, v, q_features, _, balance, options, *_ = inputs
     num_tokens, size = q.shape[1], options.block_size
-    first_vote = (options.window - 2 if options.salient else options.window) * size
-    if balance is not None and num_tokens <= first_vote and not torch.is_grad_enabled():  # nothing is far
+    if balance is not None and num_tokens <= options.window * size and not torch.is_grad_enabled():  # nothing is far
         fill_state(k, v, map_keys, state, options, cos_sin)
         near_q, near_k, near_v = (x.transpose(1, 2) for x in (q, k, v))
         o = F.scaled_dot_product_attention(near_q, near_k, near_v, is_causal=True, scale=options.scale, enable_gqa=True)
@@ -326,28 +218,17 @@ def attend_from_start(inputs: WindowedInputs, map_keys: KeyMap, state: WindowedS
     first_far, end = far_range(num_tokens, options)
     if balance is not None and not torch.is_grad_enabled():
         q_features = q_features[:, first_far - num_tokens + q_features.shape[1] :]  # if it has not begun there already
-    if options.salient:  # the state compares a block before it is far from a query
-        end = min(end + size, num_tokens)
     end = num_tokens if q_features.shape[1] == num_tokens else end
     k_features = map_keys(k[:, :end], cos_sin[:, :end])
     write_from_start(k, v, cos_sin, state, options)
     blocks = torch.arange((num_tokens + size - 1) // size, device=q.device)[None]
-    salient = None if state.salient is None else (state.salient, torch.zeros_like(state.position))
-    run = BlockRun(inputs._replace(q_features=q_features), k_features, blocks, salient=salient)
+    run = BlockRun(inputs._replace(q_features=q_features), k_features, blocks)
     return attend_and_keep_sums(run, map_keys, state)
 
 
 def attend_and_keep_sums(run: BlockRun, map_keys: KeyMap, state: WindowedState) -> Tensor:
     """Compute the outputs of a run [B, T, H, V], and write the sums after it into a state that holds its tokens."""
     options = run.inputs.options
-    if options.salient:
-        with torch.autocast(run.inputs.q.device.type, enabled=False):
-            o, sums = attend_with_salient(run, state.position)
-        assert sums is not None and sums.pending is not None  # it returns them for an end
-        with torch.no_grad():
-            state.running.copy_(sums.sums.mT)
-            state.pending.copy_(sums.pending.mT)
-        return o
     with torch.autocast(run.inputs.q.device.type, enabled=False):
         o, running = attend_run(run, (state.position - 1).clamp(min=0) // options.block_size)
     assert running is not None  # `attend_run` returns sums for an end block
@@ -427,28 +308,16 @@ def windowed_step(
     opens = opens.view(-1, 1, 1, 1, 1)
     decay = torch.exp(decays.log_rate.to(state.running.dtype))[..., None, None]
     state.running.mul_(torch.where(opens, decay, 1))
-    salient = state.salient
-    pending = state.pending[:, :, None] if salient is None else state.pending
+    pending = state.pending[:, :, None]
     state.running.addcmul_(torch.where(opens, decay**options.window, 0), pending)
     pending.mul_(~opens)
     old_k, old_v = (x[rows, :, plan.old_slot] for x in (state.k, state.v))
     k_features = map_keys(old_k[:, None], state.cos_sin[rows, plan.old_slot][:, None])[:, 0]
-    if salient is None:
-        k_features = k_features.to(state.pending.dtype).masked_fill(~enters[:, None, None], 0)
-        state.pending.addcmul_(with_ones(old_v).to(state.pending.dtype)[..., None], k_features[:, :, None])
-    else:
-        salient.open_block(opens.view(-1))
-        old_position = state.position - (options.window - 1) * options.block_size
-        votes = salient.final[rows, :, state.position % options.block_size]
-        enters = enters & (state.position >= salient.decided)
-        state.decide(salient, old_k, old_v, k_features, votes, old_position, enters, decays.to(votes.dtype))
+    k_features = k_features.to(state.pending.dtype).masked_fill(~enters[:, None, None], 0)
+    state.pending.addcmul_(with_ones(old_v).to(state.pending.dtype)[..., None], k_features[:, :, None])
 
     mask = make_mask((plan.visible & state.valid)[:, None, None], state.k.dtype)
-    o, lse = attend_token(q[:, 0], q_features[:, 0], state.k, state.v, state.running, mask, plan.block, inputs, salient)
-    o = o[:, None]
-    if salient is not None and lse is not None:
-        is_voter = is_key & (state.position >= salient.voted)
-        state.vote(salient, q[:, 0], lse, is_voter if takes_part is None else is_voter & takes_part, options)
+    o = attend_token(q[:, 0], q_features[:, 0], state.k, state.v, state.running, mask, plan.block, inputs)[:, None]
     state.position.add_(1 if takes_part is None else takes_part)
     return o if takes_part is None else o.masked_fill(~takes_part.view(-1, 1, 1, 1), 0)
 
@@ -478,10 +347,7 @@ def plan_step(position: Tensor, num_slots: int, options: WindowedOptions) -> Ste
     size, window, sinks = options.block_size, options.window, options.sinks
     place_in_block, block = position % size, position // size
     old_position = position - (window - 1) * size
-    slots = torch.arange(num_slots, device=position.device)
-    age = (position[:, None] - slots + sinks) % (num_slots - sinks)  # of the tokens in the ring
-    oldest = torch.minimum(place_in_block + (window - 1) * size, position - sinks)  # the largest age that is visible
-    visible = torch.where(slots < sinks, slots <= position[:, None], age <= oldest[:, None])
+    visible = visible_slots(position, num_slots, size, window, sinks)
     slot, old_slot = (ring_slot(x, num_slots, sinks) for x in (position, old_position))
     return StepPlan(slot, old_slot, old_position >= sinks, place_in_block == 0, block, visible)
 
@@ -495,11 +361,8 @@ def attend_token(
     mask: Tensor,
     block: Tensor,
     inputs: WindowedInputs,
-    salient: SalientState | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Attend by one token per row, which the state holds already: o [B, H, V] in the dtype of the sums.
-
-    Also returns the logsumexp [B, G, H / G] over window and sinks; None without a softmax.
 
     q is [B, H, D], q_features [B, H, K]; k, v, and running are as in `WindowedState`; mask [B, 1, 1, S] is from `make_mask`,
     and block int64 [B] is that of the token. Of the inputs, it reads the decays, the balance, and the options.
@@ -512,7 +375,6 @@ def attend_token(
     weighted = q_features.to(sum_dtype)[:, :, None] * weight[..., None]  # [B, H, R, K]
     far = weighted.flatten(2).unflatten(1, (num_kv_heads, -1)) @ running.mT.flatten(2, 3)  # [B, G, H / G, V + 1]
     queries = q.unflatten(1, (num_kv_heads, -1))
-    lse = None
     if inputs.balance is None:
         near_k, near_v = k.to(sum_dtype), with_ones(v).to(sum_dtype)
         score = (queries.to(sum_dtype) @ near_k.mT).masked_fill(mask != 0, 0)
@@ -522,10 +384,6 @@ def attend_token(
     else:
         queries = queries.to(k.dtype)
         near, lse = softmax_forward(queries, k, v, mask, options.scale)
-        lse, kept = lse.to(sum_dtype), None
-        if salient is not None:
-            kept_mask = make_mask(salient.seen_by(block * options.block_size, options)[:, :, None], k.dtype)
-            kept = softmax_forward(queries, salient.k, salient.v, kept_mask, options.scale)
         balance = inputs.balance.to(sum_dtype).view(num_kv_heads, -1)
-        o, _ = merge_near_and_far(near, lse, far, balance, mask.dtype, kept)
-    return o.flatten(1, 2), lse
+        o, _ = merge_near_and_far(near, lse.to(sum_dtype), far, balance, mask.dtype)
+    return o.flatten(1, 2)

@@ -19,16 +19,13 @@ def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     num_tokens, num_heads = q.shape[1], q.shape[2]
     blocks = Blocks.sequence(num_tokens, options.block_size)
-    causal = not options.both_ways
-    query_block, key_block, visible = token_relations(q, k, blocks, blocks, causal, key_mask, cu_seqlens, starts)
-    first = torch.zeros(1, dtype=torch.int64) if starts is None else starts
-    position = (torch.arange(num_tokens, device=q.device) - first.to(q.device)[:, None]).clamp(min=0)
-    if cu_seqlens is not None:
-        position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position[0], right=True) - 1]
+    padding = key_mask, cu_seqlens, starts
+    query_block, key_block, visible = token_relations(q, k, blocks, blocks, not options.both_ways, *padding)
     block_distance = query_block[:, :, None] - key_block[:, None, :]
     if options.both_ways:
         block_distance = block_distance.abs()
-    in_window_or_sink = (block_distance < options.window) | (position < options.sinks)[:, None, :]
+    is_sink = token_positions(num_tokens, starts, cu_seqlens, q.device) < options.sinks
+    in_window_or_sink = (block_distance < options.window) | is_sink[:, None, :]
     # Both are [B, 1, T, S].
     near = (visible & in_window_or_sink)[:, None]
     far = (visible & ~in_window_or_sink)[:, None]
@@ -41,9 +38,6 @@ def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     mixing = decays.matrix(blocks.num_blocks, options.window, options.both_ways).to(dtype)  # [H, M, M]
     token_mixing = mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
     score = inner_products(q, k, dtype) * options.scale
-    if options.salient:
-        salient = salient_tokens(score, near, far, block_distance, position, k.shape[2], options)
-        near, far = near | salient, far & ~salient  # [B, H, T, S]
     far_weight = token_mixing * inner_products(q_features, k_features, dtype)
     if balance is None:
         weight = torch.where(near, token_mixing * score, 0) + torch.where(far, far_weight * options.scale, 0)
@@ -59,29 +53,55 @@ def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     return divide_or_zero(o, weight.sum(-1).transpose(1, 2)) if options.normalize else o
 
 
-def salient_tokens(
-    score: Tensor,
-    near: Tensor,
-    far: Tensor,
-    block_distance: Tensor,
-    position: Tensor,
-    num_kv_heads: int,
-    options: WindowedOptions,
-) -> Tensor:
-    """Return which far tokens stay near each query, bool [B, H, T, S]: those with the most votes per KV head (`salient.py`).
+def token_positions(num_tokens: int, starts: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Return the position of each token in its sequence, int64 [B or 1, T]; 0 before a row's start."""
+    position = torch.arange(num_tokens, device=device)[None]
+    if starts is not None:
+        position = position - starts.to(device)[:, None]
+    if cu_seqlens is not None:
+        position = position - cu_seqlens[torch.searchsorted(cu_seqlens, position[0], right=True) - 1]
+    return position.clamp(min=0)
 
-    score is [B, H, T, S], bool near and far [B, 1, T, S], block_distance [B, T, S], and position [B, T].
+
+def salient_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: WindowedOptions,
+    *,
+    key_mask: Tensor | None = None,
+    starts: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Compute `salient_attention` by definition: a T x T matrix of softmax weights.
+
+    Returns:
+        [B, T, H, V] in fp32, or in fp64 if q is.
     """
-    weight = score.masked_fill(~near, float("-inf")).softmax(-1).nan_to_num()  # a query that is padding sees no key
-    places = torch.zeros(options.block_size, dtype=torch.bool, device=score.device)
-    places[voting_places(options)] = True
-    is_vote = (
-        near & (block_distance == options.window - 2)[:, None] & places[position % options.block_size][:, None, :, None]
-    )
-    is_vote = is_vote & near.diagonal(dim1=2, dim2=3)[..., None]  # what is no key is no voter
-    largest = torch.where(is_vote, weight, 0).unflatten(1, (num_kv_heads, -1)).amax(2)  # [B, G, T, S]
-    votes = (largest * VOTE_UNITS).round().sum(2)  # [B, G, S]
-    order = votes.argsort(descending=True, stable=True).argsort()  # the rank of each token among all
+    dtype, num_tokens, group = torch.promote_types(q.dtype, torch.float32), q.shape[1], q.shape[2] // k.shape[2]
+    blocks = Blocks.sequence(num_tokens, options.block_size)
+    query_block, key_block, visible = token_relations(q, k, blocks, blocks, True, key_mask, cu_seqlens, starts)
+    distance = query_block[:, :, None] - key_block[:, None, :]
+    position = token_positions(num_tokens, starts, cu_seqlens, q.device)
+    in_window_or_sink = (distance < options.window) | (position < options.sinks)[:, None, :]
+    near, left = visible & in_window_or_sink, visible & ~in_window_or_sink  # [B, T, S]
+    q = torch.where(visible.any(2)[..., None, None], q, 0)
+    k, v = (torch.where(visible.any(1)[..., None, None], x, 0) for x in (k, v))
+    score = (inner_products(q, k, dtype) * options.scale).unflatten(1, (-1, group))  # [B, G, H / G, T, S]
+
+    def softmax(is_seen: Tensor) -> Tensor:
+        # A query that is padding sees no key.
+        return score.masked_fill(~is_seen, float("-inf")).softmax(-1).nan_to_num()
+
+    votes_at = torch.zeros(options.block_size, dtype=torch.bool, device=q.device)
+    votes_at[voting_places(options)] = True
+    is_voter = votes_at[position % options.block_size] & near.diagonal(dim1=1, dim2=2)  # what is no key is no voter
+    is_vote = near & (distance == options.window - 1) & is_voter[:, :, None]
+    weight = torch.where(is_vote[:, None], softmax(near[:, None, None]).amax(2), 0)  # [B, G, T, S]
+    votes = (weight * VOTE_UNITS).round().sum(2)  # [B, G, S]
+    order = votes.argsort(descending=True, stable=True).argsort()  # the place of each token among all
     is_better = (order[..., None, :] < order[..., None]).to(score.dtype)  # [B, G, S, S']
-    rank = far.to(score.dtype) @ is_better.mT  # among the tokens that are far from a query, [B, G, T, S]
-    return (far & (rank < options.salient)).repeat_interleave(score.shape[1] // num_kv_heads, 1)
+    place = left[:, None].to(score.dtype) @ is_better.mT  # among those that have left the window of a query
+    salient = left[:, None] & (place < options.salient)  # [B, G, T, S]
+    weight = softmax((near[:, None] | salient)[:, :, None]).flatten(1, 2)
+    return torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(group, 2))

@@ -21,8 +21,7 @@ class WindowedOptions:
         impl: "auto", "torch" or "triton", as in `mhla`, for a step in the pages of a serving engine; all else is PyTorch.
         unrounded: Whether outputs stay in the dtype of the sums, at least fp32, instead of v's.
         both_ways: Whether queries see later tokens, too. The window then has `window - 1` blocks on either side.
-        salient: Number of tokens per KV head that stay near after they have left the window (`salient.py`); 0 for none. It
-            needs a softmax and a window of at least 2.
+        salient: Number of tokens per KV head that stay visible after they have left the window (`salient.py`).
     """
 
     block_size: int

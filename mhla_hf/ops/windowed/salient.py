@@ -1,27 +1,44 @@
-"""Salient tokens: those that stay near after they have left the window, by the votes of later queries.
+"""Causal softmax over a window, sinks, and salient tokens: those of the past that a KV head attended to most.
 
-Every fourth query of a block votes for the tokens of the block that leaves the window second: with their softmax weights
-over window and sinks, the largest among the query heads of a KV head. When a block leaves the window, each KV head keeps the
-N tokens with the most votes among its own and those kept before; of equal ones the earlier. All others are far from then on.
+A token leaves the window when the block `window` blocks after its own begins. In the block before, every `VOTE_EVERY`-th
+query votes: with its softmax weight over window and sinks for that token, the largest of the query heads that share the KV
+head. The N = `options.salient` tokens with the most votes of all that have left the window stay visible; of equal ones the
+earlier is better. Votes never change, so N slots hold them, and what is dropped once never comes back. No gradient flows
+through the choice.
 
-Votes are final a block before they count. So while the queries of one block run, a decoder compares the tokens of the oldest
-block in the window with the kept ones, one per step; the result is what the queries of the next block see.
+Votes are whole numbers of 1 / VOTE_UNITS, whose sum does not depend on the order: weights that differ by rounding alone are
+ties everywhere. A token's rank is one int64, its votes before its position, so that a larger one is better; -1 is no token.
 """
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..state import RowState
+from ..state import RingState
+from ..torch_layout import (
+    DifferentiableOnce,
+    MoveTokens,
+    align_sequences,
+    by_block,
+    by_token,
+    resize_tokens,
+    ring_slot,
+    shift_to_start,
+    slot_positions,
+    visible_slots,
+)
+from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedOptions
 
-NEVER = float("-inf")  # the votes for what cannot be kept
-# Votes are whole numbers of this part of a weight: their sum then does not depend on the order, and weights that saturate at
-# 1 are equal rather than different by rounding. fp32 counts those of 256 queries.
 VOTE_UNITS = 2.0**16
 VOTE_EVERY = 4  # queries: votes then cost a quarter of what they cost if all vote
+POSITION_BITS = 32
+PIECE_BLOCKS = 32  # blocks whose keys are gathered at a time, which bounds the memory that the gather takes
 
 
 def voting_places(options: WindowedOptions) -> slice:
@@ -30,287 +47,548 @@ def voting_places(options: WindowedOptions) -> slice:
     return slice(every - 1, None, every)
 
 
+def rank_tokens(votes: Tensor, position: Tensor, is_candidate: Tensor) -> Tensor:
+    """Return the ranks of tokens from their votes and positions; -1 for what is no candidate."""
+    last = 2**POSITION_BITS - 1
+    return ((votes.long() << POSITION_BITS) + (last - position)).masked_fill(~is_candidate, -1)
+
+
+def position_of(rank: Tensor) -> Tensor:
+    """Return the positions of tokens from their ranks; arbitrary for -1."""
+    last = 2**POSITION_BITS - 1
+    return last - (rank & last)
+
+
+def count_votes(q: Tensor, k: Tensor, lse: Tensor, is_vote: Tensor, scale: float) -> Tensor:
+    """Sum the votes of T queries for S tokens, int32 [.., S].
+
+    q is [.., H / G, T, D], k [.., S, D], lse [.., H / G, T] that of window and sinks, and `is_vote` bool [.., T, S].
+    """
+    score = (q.to(lse.dtype) @ k.to(lse.dtype).mT.unsqueeze(-3)) * scale
+    weight = torch.exp(score - lse[..., None]).amax(-3)
+    return torch.where(is_vote, (weight * VOTE_UNITS).round(), 0).sum(-2).to(torch.int32)
+
+
 @dataclass
-class SalientState(RowState):
-    """The salient tokens of a decoder, for B rows: N + C slots per KV head, of which the next block can use N.
+class SalientState(RingState):
+    """The decoder state of B rows: sinks, a ring of `window + 1` blocks, and N salient tokens per KV head.
+
+    It is changed in place, and its tensors keep their addresses while the number of rows stays the same. Nothing has a
+    gradient. S is the number of sinks and ring slots; `ring_slot` says which token is in which.
 
     Args:
-        k, v, features: [B, G, N + C, ..], keys, values, and features of the keys for the far part.
-        votes: [B, G, N + C], the votes for the token in each slot; -inf if the slot has none.
-        position: int64 [B, G, N + C], the positions of the tokens; -1 if the slot has none.
-        now: bool [B, G, N + C], the tokens that queries of the block of the last token see.
-        next: bool [B, G, N + C], those that queries of the block after it see, as far as this is decided: N of them, empty
-            slots included.
-        cast: [B, G, C], the votes that the block of the last token has cast so far.
-        final: [B, G, C], the votes for the tokens of the oldest block in the window.
-        decided: int64 [B], the first position whose step has not yet compared a token. More than the number of tokens after
-            a crop to an earlier block, whose tokens are all compared already.
-        voted: int64 [B], the first position whose query has not yet voted; after a crop, votes of removed tokens count.
+        k: [B, G, S + N, D], keys: sinks, ring, and salient tokens.
+        v: [B, G, S + N, V], values.
+        valid: bool [B, S], the slots that hold a real token.
+        rank: int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot.
+        cast: int32 [B, G, C], the votes so far for the oldest block in the window of the last token.
+        final: int32 [B, G, C], the votes for the block that left this window; -1 for what is no candidate. Its tokens are
+            still in the ring, and visible if they are among the N best; each step moves one of them into a slot.
     """
 
     k: Tensor
     v: Tensor
-    features: Tensor
-    votes: Tensor
-    position: Tensor
-    now: Tensor
-    next: Tensor
+    valid: Tensor
+    rank: Tensor
     cast: Tensor
     final: Tensor
-    decided: Tensor
-    voted: Tensor
 
     @staticmethod
-    @torch.inference_mode(False)
-    def empty(k: Tensor, v: Tensor, num_features: int, options: WindowedOptions) -> "SalientState":
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
+    def empty(k: Tensor, v: Tensor, options: WindowedOptions) -> "SalientState":
         """Create a state without tokens, for k and v [B, T, G, ..] like these."""
-        batch, _, num_kv_heads, _ = v.shape
-        slots, dtype = options.salient + options.block_size, torch.promote_types(k.dtype, torch.float32)
-
-        def make(*shape: int, dtype: torch.dtype) -> Tensor:
-            return k.new_zeros(batch, *shape, dtype=dtype)
-
-        is_next = make(num_kv_heads, slots, dtype=torch.bool)
-        is_next[..., : options.salient] = True
+        batch, num_kv_heads = len(k), k.shape[2]
+        num_slots = options.sinks + (options.window + 1) * options.block_size
+        length, size, count = num_slots + options.salient, options.block_size, options.salient
         return SalientState(
-            k=make(num_kv_heads, slots, k.shape[-1], dtype=k.dtype),
-            v=make(num_kv_heads, slots, v.shape[-1], dtype=v.dtype),
-            features=make(num_kv_heads, slots, num_features, dtype=k.dtype),
-            votes=make(num_kv_heads, slots, dtype=dtype).fill_(NEVER),
-            position=make(num_kv_heads, slots, dtype=torch.int64).fill_(-1),
-            now=torch.zeros_like(is_next),
-            next=is_next,
-            cast=make(num_kv_heads, options.block_size, dtype=dtype),
-            final=make(num_kv_heads, options.block_size, dtype=dtype),
-            decided=make(dtype=torch.int64),
-            voted=make(dtype=torch.int64),
+            block_size=size,
+            position=k.new_zeros(batch, dtype=torch.int64),
+            furthest=k.new_zeros(batch, dtype=torch.int64),
+            k=k.new_zeros(batch, num_kv_heads, length, k.shape[-1]),
+            v=v.new_zeros(batch, num_kv_heads, length, v.shape[-1]),
+            valid=k.new_zeros(batch, num_slots, dtype=torch.bool),
+            rank=k.new_full((batch, num_kv_heads, count), -1, dtype=torch.int64),
+            cast=k.new_zeros(batch, num_kv_heads, size, dtype=torch.int32),
+            final=k.new_full((batch, num_kv_heads, size), -1, dtype=torch.int32),
         )
 
-    def open_block(self, opens: Tensor) -> None:
-        """Move the rows bool [B] whose next token is the first of a block on to that block, in place."""
-        opens = opens[:, None, None]
-        self.now.copy_(torch.where(opens, self.next, self.now))
-        self.final.copy_(torch.where(opens, self.cast, self.final))
-        self.cast.mul_(~opens)
+    def leaving(self, options: WindowedOptions, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ranks [B, G, C] of the tokens of `final` that are not in a slot yet, and their positions int64 [B, C].
 
-    def forget_next(self, options: WindowedOptions) -> None:
-        """Undo all decisions for the next block, in place: it sees what the block of the last token sees."""
-        now = self.now & (self.position >= 0)
-        num_empty = options.salient - now.sum(-1, keepdim=True)
-        self.next.copy_(now | (~now & ((~now).cumsum(-1) <= num_empty)))
-        self.position.masked_fill_(~now, -1)
-        self.votes.masked_fill_(~now, NEVER)
-
-    def seen_by(self, position: Tensor, options: WindowedOptions) -> Tensor:
-        """Return which slots the query at `position` int64 [B] sees, bool [B, G, N + C].
-
-        After a crop to an earlier block, some tokens are in its window again.
+        `position` int64 [B] are the last tokens whose steps are done, or -1.
         """
-        oldest = (position // options.block_size - options.window + 1) * options.block_size  # in the window
-        return self.now & (self.position >= 0) & (self.position < oldest[:, None, None])
+        size, reach = options.block_size, options.window * options.block_size
+        place = torch.arange(size, device=position.device)
+        tokens = position.clamp(min=0)[:, None] // size * size + place - reach
+        is_left = (tokens + reach > position[:, None])[:, None] & (self.final >= 0)
+        return rank_tokens(self.final.clamp(min=0), tokens[:, None], is_left), tokens
 
-    def tokens_of(self, is_member: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return votes and slots [B, G, count] of the tokens in some slots, bool [B, G, N + C], the best first."""
-        order = self.position.argsort(-1)  # of equal ones the earlier is better
-        votes = self.votes.masked_fill(~is_member | (self.position < 0), NEVER).gather(-1, order)
-        votes, slots = keep_best(votes, order)
-        return votes[..., :count], slots[..., :count]
+
+class KeyLists(NamedTuple):
+    """The keys of the queries of M blocks: their places among P tokens. C is the block size, S the number of sinks.
+
+    Args:
+        k, v: [B, G, P, ..], keys and values of the tokens.
+        block: int64 [B or 1, M], the index of each block in its sequence.
+        near: int64 [B or 1, M, S + window * C], the places of sinks and window.
+        is_near: bool, likewise, which of them are keys.
+        is_full: Whether every block from the `window`-th on has all of them, and no row has tokens before the run.
+    """
+
+    k: Tensor
+    v: Tensor
+    block: Tensor
+    near: Tensor
+    is_near: Tensor
+    is_full: bool
+
+    def rows(self, near: Tensor, num_kv_heads: int) -> Tensor:
+        """Turn places [B or 1, G or 1, m, L] into rows of the flattened k and v, [B * m, G, L]."""
+        batch = len(self.k)
+        base = torch.arange(batch * num_kv_heads, device=near.device).view(batch, num_kv_heads, 1, 1) * self.k.shape[2]
+        return (near + base).transpose(1, 2).flatten(0, 1)
 
 
 class SalientTokens(NamedTuple):
-    """A choice for M blocks of a run. Tokens are numbered: first the slots of a state, if there is one, then the run's.
+    """Ranks and places int64 [B, G, M, N] of the salient tokens of M blocks, and the votes int32 [B, G, M, C].
 
-    Args:
-        kept: int64 [B, G, M, N], the tokens that stay near the queries of each block; -1 for none.
-        left: int64 [B, G, M, C], the tokens that become far at each block; -1 for none.
-        tokens: int64 [B, G, M, N], the best tokens so far, from which the choice for the next block starts. They are `kept`,
-            except for the block of a state's last token, which has decided something already.
-        votes: [B, G, M, N], the votes for `tokens`.
+    Votes are those of the queries of each block for the first block of its window.
     """
 
-    kept: Tensor
-    left: Tensor
+    rank: Tensor
+    place: Tensor
     votes: Tensor
-    tokens: Tensor
 
 
-def cast_votes(q: Tensor, k: Tensor, lse: Tensor, is_vote: Tensor, scale: float) -> Tensor:
-    """Sum the votes of some queries for some tokens.
+class ListedSoftmax(torch.autograd.Function):
+    """Softmax of blocks of queries, each over a list of keys. The backward pass gathers the keys anew."""
 
-    q is [.., H / G, T, D], k [.., S, D], and lse [.., H / G, T] that of window and sinks; `is_vote` bool [.., T, S] says
-    which queries may vote for which tokens. Returns [.., S] in lse's dtype.
-    """
-    score = (q.to(lse.dtype) @ k.to(lse.dtype).mT.unsqueeze(-3)) * scale
-    weight = torch.exp(score - lse[..., None]).amax(-3)
-    return torch.where(is_vote, (weight * VOTE_UNITS).round(), 0).sum(-2)
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Compute o [n, G, T, V] of q [n, G, T, D], over rows int64 [n, G, L] of k [R, D] and v [R, V].
 
+        The mask [n or 1, G or 1, T or 1, L] is from `make_mask`.
+        """
+        o, lse = softmax_forward(q, take_rows(k, rows), take_rows(v, rows), mask, scale)
+        o = o.masked_fill(no_key(lse, mask.dtype)[..., None], 0)
+        ctx.save_for_backward(q, k, v, rows, mask, o, lse)
+        ctx.scale = scale
+        return o
 
-def keep_best(votes: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort tokens [.., S] by their votes, the best first, ties as they are; tokens with `NEVER` as votes become -1."""
-    votes, order = votes.sort(dim=-1, descending=True, stable=True)
-    return votes, tokens.gather(-1, order).masked_fill(votes == NEVER, -1)
-
-
-@torch.no_grad()
-def choose_salient(
-    votes: Tensor,
-    block_index: Tensor,
-    options: WindowedOptions,
-    state: SalientState | None = None,
-    before: Tensor | None = None,
-) -> SalientTokens:
-    """Choose salient tokens from their votes [B, G, M, C], `NEVER` for what is no candidate.
-
-    `block_index` is [B or 1, M]; `before` int64 [B] is the number of tokens in the state, if there is one.
-    """
-    batch, num_kv_heads, num_blocks, size = votes.shape
-    count, window = options.salient, options.window
-    num_slots = 0 if state is None else state.position.shape[-1]
-    numbers = num_slots + torch.arange(num_blocks * size, device=votes.device).view(num_blocks, size)
-    best = votes.new_full((batch, num_kv_heads, count), NEVER)
-    tokens = torch.full_like(best, -1, dtype=torch.int64)
-    none = tokens.new_full((batch, num_kv_heads, size), -1)
-    # The step of the block before that compares each token of the block that leaves, [B or 1, M, C].
-    step = block_index[..., None] * size + torch.arange(-size, 0, device=votes.device)
-    is_new = (block_index >= window)[..., None].expand_as(step)
-    seen, last_block = tokens, None
-    if state is not None and before is not None:
-        best, tokens = state.tokens_of(state.next, count)
-        seen = state.tokens_of(state.seen_by(before - 1, options), count)[1]
-        is_new = is_new & (step >= torch.maximum(state.decided, before)[:, None, None])
-        last_block = (before - 1).clamp(min=0) // size
-    is_start = block_index == 0
-    rows: list[tuple[Tensor, ...]] = []
-    for block in range(num_blocks):
-        left = none
-        if block >= window:
-            if state is None:
-                best = best.masked_fill(is_start[:, block, None, None], NEVER)  # of packed sequences
-            new = votes[:, :, block - window].masked_fill(~is_new[:, None, block], NEVER)
-            both = torch.cat([tokens, numbers[block - window].expand_as(none)], -1)
-            best, both = keep_best(torch.cat([best, new], -1), both)
-            best, tokens, left = best[..., :count], both[..., :count], both[..., count:]
-        kept = tokens
-        if last_block is not None:
-            kept = torch.where((block_index[:, block] <= last_block)[:, None, None], seen, tokens)
-        rows.append((kept, left, best, tokens))
-    return SalientTokens(*(torch.stack(x, 2) for x in zip(*rows, strict=True)))
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, rows, mask, o, lse = ctx.saved_tensors
+        with torch.no_grad():
+            seen = do.masked_fill(no_key(lse, mask.dtype)[..., None], 0)
+            dq, *grads = softmax_backward(seen, q, take_rows(k, rows), take_rows(v, rows), o, lse, mask, ctx.scale)
+            # Keys of many queries: their gradients are summed in at least fp32.
+            dk, dv = (
+                torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+                .index_add_(0, rows.flatten(), grad.flatten(0, 2).to(torch.promote_types(x.dtype, torch.float32)))
+                .to(x.dtype)
+                for x, grad in zip((k, v), grads, strict=True)
+            )
+        if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
+            dq, dk, dv = (DifferentiableOnce.apply(x, do, q, k, v) for x in (dq, dk, dv))
+        return dq, dk, dv, None, None, None
 
 
-class SalientEnd(NamedTuple):
-    """What a decoder goes on with after a run, for the block of the last token of each row; see `SalientState`.
-
-    Args:
-        seen, next: int64 [B, G, N], the tokens that the queries of the block see, and those of the next block so far.
-        left: int64 [B, G, C], the tokens that become far at the next block, as far as this is decided.
-        cast, final: [B, G, C], votes.
-    """
-
-    seen: Tensor
-    next: Tensor
-    left: Tensor
-    cast: Tensor
-    final: Tensor
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Gather rows int64 [n, G, L] of x [R, D], to [n, G, L, D]."""
+    return x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
 
 
-@torch.no_grad()
-def finish_salient(
-    choice: SalientTokens,
-    votes: Tensor,
-    is_candidate: Tensor,
-    block_index: Tensor,
-    end: Tensor,
-    options: WindowedOptions,
-    state: SalientState,
-    before: Tensor,
-) -> SalientEnd:
-    """Return the state of a choice after `end` tokens int64 [B]; `votes` [B, G, M, C] and bool `is_candidate` [B, M, C]."""
-    size, window, count = options.block_size, options.window, options.salient
-    rows, num_slots = torch.arange(len(end), device=end.device), state.position.shape[-1]
-    last_block = (end - 1).clamp(min=0) // size
-    last = last_block - block_index[:, 0]  # the place of this block among those of the run
-
-    def at(place: Tensor, x: Tensor) -> Tensor:  # zeros before the run
-        return x.transpose(1, 2)[rows, place.clamp(min=0)] * (place >= 0).view(-1, *[1] * (x.dim() - 2))
-
-    oldest = last - window + 1
-    place = torch.arange(size, device=end.device)
-    step = last_block[:, None] * size + place
-    is_new = (step < end[:, None]) & (step >= torch.maximum(state.decided, before)[:, None]) & (oldest >= 0)[:, None]
-    is_new = is_new & is_candidate.expand(len(end), -1, -1)[rows, oldest.clamp(min=0)]
-    final = at(oldest, votes)
-    new = final.masked_fill(~is_new[:, None], NEVER)
-    tokens = (num_slots + oldest[:, None] * size + place)[:, None].expand(-1, votes.shape[1], -1)
-    both = torch.cat([choice.votes.transpose(1, 2)[rows, last], new], -1)
-    _, ordered = keep_best(both, torch.cat([choice.tokens.transpose(1, 2)[rows, last], tokens], -1))
-    seen = choice.kept.transpose(1, 2)[rows, last]
-    return SalientEnd(seen, ordered[..., :count], ordered[..., count:], at(oldest + 1, votes), final)
-
-
-@torch.no_grad()
-def write_salient(
-    state: SalientState, after: SalientEnd, k: Tensor, v: Tensor, features: Tensor, position: Tensor, votes: Tensor
-) -> None:
-    """Put the tokens of `after` into the slots of a state, in place, from those of all tokens [B, G, T, ..]."""
-    count, size = after.seen.shape[-1], after.left.shape[-1]
-    is_same = (after.next[..., :, None] == after.seen[..., None, :]) & (after.next >= 0)[..., None]
-    stays, is_fresh = is_same.any(-2), (after.next >= 0) & ~is_same.any(-1)
-    order = (~is_fresh).to(torch.int8).sort(dim=-1, stable=True).indices[..., :size]
-    fresh, is_fresh = after.next.gather(-1, order), is_fresh.gather(-1, order)
-    if count < size:  # no more can be fresh than are kept
-        fresh, is_fresh = (torch.nn.functional.pad(x, (0, size - count)) for x in (fresh, is_fresh))
-    is_empty = after.seen < 0
-    num_empty = (after.next < 0).sum(-1, keepdim=True)
-    stays = stays | (is_empty & (is_empty.cumsum(-1) <= num_empty))
-    tokens = torch.cat([after.seen, fresh.masked_fill(~is_fresh, -1)], -1)
-    index = tokens.clamp(min=0)
-    for held, x in ((state.k, k), (state.v, v), (state.features, features)):
-        held.copy_(x.gather(2, index[..., None].expand(*index.shape, x.shape[-1])))
-    state.position.copy_(position.gather(2, index).masked_fill(tokens < 0, -1))
-    state.votes.copy_(votes.gather(2, index).masked_fill(tokens < 0, NEVER))
-    state.now.copy_(torch.cat([~is_empty, torch.zeros_like(is_fresh)], -1))
-    state.next.copy_(torch.cat([stays, is_fresh], -1))
-    state.cast.copy_(after.cast)
-    state.final.copy_(after.final)
-
-
-@torch.no_grad()
-def decide_one(
-    state: SalientState,
+def salient_attention(
+    q: Tensor,
     k: Tensor,
     v: Tensor,
-    features: Tensor,
-    votes: Tensor,
-    position: Tensor,
-    is_candidate: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compare one token per row with the kept ones, in place, and return what becomes far at the next block.
+    options: WindowedOptions,
+    *,
+    key_mask: Tensor | None = None,
+    starts: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Attend to window, sinks, and salient tokens; the top of this file has the definition.
 
-    k, v, and features are [B, G, ..], votes [B, G], position int64 [B], and `is_candidate` bool [B]. Returns features,
-    values, and position of the token that leaves, [B, G, ..], and whether one does, bool [B, G].
+    Args:
+        q: [B, T, H, D], queries.
+        k, v: [B, T, G, ..], keys and values.
+        options: The options, with `salient` at least 1.
+        key_mask, starts, cu_seqlens: As in `mhla`; not both of `starts` and `cu_seqlens`.
+
+    Returns:
+        [B, T, H, V] in v's dtype.
+
+    Raises:
+        ValueError: If both `starts` and `cu_seqlens` are given.
     """
-    worst_votes = state.votes.masked_fill(~state.next, float("inf"))
-    worst = (worst_votes == worst_votes.amin(-1, keepdim=True)) & state.next
-    worst = state.position.masked_fill(~worst, -2).argmax(-1, keepdim=True)  # of equal ones the last
-    free = (~state.now & ~state.next).to(torch.int8).argmax(-1, keepdim=True)
-    enters = is_candidate[:, None] & (votes > state.votes.gather(-1, worst)[..., 0])  # [B, G]
+    num_tokens, size = q.shape[1], options.block_size
+    if starts is not None and cu_seqlens is not None:
+        raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
+    valid, inverse, block = key_mask, None, None
+    if starts is not None:
+        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
+    if cu_seqlens is not None:
+        source, inverse, block, _ = align_sequences(cu_seqlens, num_tokens, size)
+    if inverse is not None:
+        q, k, v = (MoveTokens.apply(x, source, inverse) for x in (q, k, v))
+        valid = (source >= 0).expand(len(q), -1)
+        if key_mask is not None:
+            valid = valid & key_mask.gather(1, source.clamp(min=0).expand(len(q), -1))
+    is_full = valid is None and not torch.compiler.is_compiling()
+    if block is None:
+        block = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
+    length = len(block) * size
+    valid = q.new_ones(1, q.shape[1], dtype=torch.bool) if valid is None else valid
+    valid = resize_tokens(valid, length) & (torch.arange(length, device=q.device) < q.shape[1])
+    k, v = (resize_tokens(x, length) for x in (k, v))
+    if not is_full:
+        k, v = (x.masked_fill(~valid[:, :, None, None], 0) for x in (k, v))
+    place = torch.arange(-(options.window - 1) * size, length, device=q.device)[None]
+    sinks = (torch.arange(len(block), device=q.device) - block)[:, None] * size
+    sinks = sinks + torch.arange(options.sinks, device=q.device)  # [M, S]
+    keys = list_keys(k, v, place, valid, sinks[None], block[None], options, is_full)
+    is_voter = valid if len(valid) == len(q) else valid.expand(len(q), -1)
+    o, _ = attend_to_lists(resize_tokens(q, length), is_voter, keys, options)
+    o = resize_tokens(o, num_tokens if inverse is None else source.shape[1])
+    return o if inverse is None else MoveTokens.apply(o, inverse, source)
 
-    def swap(held: Tensor, new: Tensor) -> Tensor:
-        """Write a token into the free slot where it enters; return the token that leaves."""
-        new = new.to(held.dtype)
-        rest = [1] * (held.dim() - 3)
-        shape = (*worst.shape, *held.shape[3:])
-        pick = enters.view(*enters.shape, *rest)
-        at_free, at_worst = (index.view(*index.shape, *rest).expand(shape) for index in (free, worst))
-        leaves = torch.where(pick, held.gather(2, at_worst)[:, :, 0], new)
-        held.scatter_(2, at_free, torch.where(pick, new, held.gather(2, at_free)[:, :, 0])[:, :, None])
-        return leaves
 
-    left = [swap(held, new) for held, new in ((state.features, features), (state.v, v))]
-    swap(state.k, k)
-    swap(state.votes, votes)
-    left_position = swap(state.position, position[:, None].expand_as(votes))
-    state.next.scatter_(2, worst, state.next.gather(2, worst) & ~enters[..., None])
-    state.next.scatter_(2, free, state.next.gather(2, free) | enters[..., None])
-    leaves = torch.where(enters, left_position >= 0, is_candidate[:, None])
-    return left[0], left[1], left_position, leaves
+def list_keys(
+    k: Tensor,
+    v: Tensor,
+    place: Tensor,
+    valid: Tensor,
+    sinks: Tensor,
+    block: Tensor,
+    options: WindowedOptions,
+    is_full: bool,
+) -> KeyLists:
+    """List the keys of M blocks, block int64 [B or 1, M], among k and v [B, P, G, ..].
+
+    `place` int64 [B or 1, (window - 1 + M) * C] are the places of the tokens from the first window on, negative before the
+    first token; bool `valid` [B or 1, P] says which are keys; and `sinks` [B or 1, M or 1, S] are the places of sinks.
+    """
+    size, window = options.block_size, options.window
+    batch, num_blocks = max(len(place), len(valid), len(block)), block.shape[1]
+    windows = place.unfold(1, window * size, size)  # [B or 1, M, window * C]
+    distance = torch.arange(window, device=place.device).repeat_interleave(size) - (window - 1)
+    is_token = (block[..., None] + distance >= 0) & (windows >= 0)
+    # While the first block is in the window, sinks are there.
+    is_sink = (block >= window)[..., None] & (sinks >= 0)
+    near, is_near = (
+        torch.cat([x.expand(batch, num_blocks, -1) for x in parts], 2)
+        for parts in ((sinks, windows), (is_sink, is_token))
+    )
+    near = near.clamp(min=0)
+    is_near = is_near & valid.expand(batch, -1).gather(1, near.flatten(1)).view_as(near)
+    return KeyLists(k.transpose(1, 2), v.transpose(1, 2), block, near, is_near, is_full)
+
+
+def attend_to_lists(
+    q: Tensor,
+    is_voter: Tensor,
+    keys: KeyLists,
+    options: WindowedOptions,
+    state: SalientState | None = None,
+) -> tuple[Tensor, SalientTokens]:
+    """Compute the outputs of M blocks of queries, [B, M * C, H, V], and what `write_salient` needs.
+
+    q is [B, M * C, H, D], and bool `is_voter` [B, M * C] says which queries may vote.
+    """
+    size, window, num_blocks, num_kv_heads = options.block_size, options.window, keys.block.shape[1], keys.k.shape[1]
+    first = min(window - 1, num_blocks) if keys.is_full else 0  # before that, all tokens are in the window
+    # From here on, a run without padding has N salient tokens for every block, and one mask serves them all.
+    full = min(window + -(-(options.salient + options.sinks) // size), num_blocks) if keys.is_full else num_blocks
+    borders = [*range(first, full, PIECE_BLOCKS), *range(full, num_blocks, PIECE_BLOCKS), num_blocks]
+    pieces = list(itertools.pairwise(borders))
+    blocks = [by_block(q[:, begin * size : end * size], num_kv_heads, size) for begin, end in pieces]
+    flat_k, flat_v = (x.flatten(0, 2) for x in (keys.k, keys.v))
+    with torch.no_grad():
+        votes = [
+            cast_votes(x, is_voter, flat_k, keys, options, *piece) for x, piece in zip(blocks, pieces, strict=True)
+        ]
+        empty = torch.zeros(len(q), num_kv_heads, first, size, dtype=torch.int32, device=q.device)
+        chosen = choose_salient(torch.cat([empty, *votes], 2), keys, options, state)
+    outputs = []
+    if first:
+        first_q, first_k, first_v = (x[:, :, : first * size] for x in (q.transpose(1, 2), keys.k, keys.v))
+        o = F.scaled_dot_product_attention(
+            first_q, first_k, first_v, is_causal=True, scale=options.scale, enable_gqa=True
+        )
+        outputs.append(o.transpose(1, 2))
+    causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    causal = F.pad(causal, (options.sinks + (window - 1) * size, 0), value=True).repeat(q.shape[2] // num_kv_heads, 1)
+    for queries, (begin, end) in zip(blocks, pieces, strict=True):
+        kept = chosen.place[:, :, begin:end]
+        near = keys.near[:, None, begin:end].expand(len(q), num_kv_heads, -1, -1)
+        rows = keys.rows(torch.cat([near, kept.clamp(min=0)], 3), num_kv_heads)
+        if begin >= full:
+            mask = make_mask(F.pad(causal, (0, options.salient), value=True)[None, None], q.dtype)
+        else:
+            is_near = (keys.is_near[:, begin:end, None, None] & causal).expand(len(q), -1, num_kv_heads, -1, -1)
+            is_kept = (kept >= 0).transpose(1, 2)[..., None, :].expand(*is_near.shape[:4], -1)
+            mask = make_mask(torch.cat([is_near, is_kept], 4).flatten(0, 1), q.dtype)
+        o = ListedSoftmax.apply(queries, flat_k, flat_v, rows, mask, options.scale)
+        outputs.append(by_token(o, len(q), size))
+    return torch.cat(outputs, 1), chosen
+
+
+def cast_votes(
+    q: Tensor, is_voter: Tensor, flat_k: Tensor, keys: KeyLists, options: WindowedOptions, begin: int, end: int
+) -> Tensor:
+    """Return the votes int32 [B, G, m, C] of blocks `begin` to `end` for the first block of their windows.
+
+    q is [B * m, G, (H / G) * C, D], is_voter bool [B, M * C], and flat_k [R, D] the keys of `keys`, flattened.
+    """
+    size, num_kv_heads, voters = options.block_size, q.shape[1], voting_places(options)
+    q = q.unflatten(2, (-1, size))[:, :, :, voters]  # [B * m, G, H / G, voters, D]
+    is_voter = is_voter.unflatten(1, (-1, size))[:, begin:end, voters]
+    batch, is_near = len(is_voter), keys.is_near[:, begin:end]
+    k = take_rows(flat_k, keys.rows(keys.near[:, None, begin:end], num_kv_heads))
+    place = torch.arange(size, device=q.device)
+    earlier = place <= place[voters, None]
+    seen = F.pad(earlier, (k.shape[2] - size, 0), value=True)
+    mask = make_mask((is_near[:, :, None] & seen).repeat(1, 1, q.shape[2], 1).flatten(0, 1)[:, None], q.dtype)
+    if len(is_near) < batch:
+        mask = mask.repeat(batch, 1, 1, 1)
+    _, lse = softmax_forward(q.flatten(2, 3), k, k, mask, options.scale)
+    voted = slice(options.sinks, options.sinks + size)
+    is_vote = (
+        is_voter[..., None] & is_near[:, :, None, voted] & (keys.block >= options.window - 1)[:, begin:end, None, None]
+    )
+    if options.window == 1:
+        is_vote = is_vote & earlier
+    is_vote = is_vote.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
+    votes = count_votes(q, k[:, :, voted], lse.unflatten(2, (q.shape[2], -1)), is_vote, options.scale)
+    return votes.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def choose_salient(
+    votes: Tensor, keys: KeyLists, options: WindowedOptions, state: SalientState | None
+) -> SalientTokens:
+    """Choose the salient tokens of M blocks from the votes int32 [B, G, M, C] that each cast for the first of its window."""
+    (batch, num_kv_heads, num_blocks, size), count, window = votes.shape, options.salient, options.window
+    block = keys.block.expand(batch, -1)
+    position = (block[..., None] - window + 1) * size + torch.arange(size, device=votes.device)  # of tokens voted for
+    voted = slice(options.sinks, options.sinks + size)
+    is_candidate = keys.is_near[:, :, voted] & (position >= options.sinks)
+    best = votes.new_full((batch, num_kv_heads, count), -1, dtype=torch.int64)
+    place, chosen, opened = best, [], block[:, :1]
+    if state is not None:
+        last = torch.maximum(state.position, state.furthest) - 1
+        opened = last.clamp(min=0)[:, None] // size  # the newest block of the state; votes for it are not counted twice
+        votes = votes + torch.where(block == opened, 1, 0)[:, None, :, None] * state.cast[:, :, None]
+        left, left_position = state.leaving(options, last)
+        num_slots = state.valid.shape[1]
+        held_place = num_slots + torch.arange(count, device=votes.device).expand_as(best)
+        left_place = ring_slot(left_position.clamp(min=0), num_slots, options.sinks)[:, None].expand_as(left)
+        both, both_place = torch.cat([state.rank, left], 2), torch.cat([held_place, left_place], 2)
+        # After a crop to an earlier block, some of them are in the window of the first block.
+        oldest = (block[:, :1] - window + 1) * size
+        outside = both.masked_fill(position_of(both) >= oldest[:, None], -1)
+        seen, seen_place = best_tokens(outside, both_place, count)
+        best, place = best_tokens(both, both_place, count)
+        chosen.append((seen, seen_place))
+    else:
+        chosen.append((best, place))
+    rank = rank_tokens(votes, position[:, None], is_candidate[:, None])
+    for number in range(1, num_blocks):
+        if number >= window or not keys.is_full:
+            is_new = block[:, number] > opened[:, 0]
+            if state is None:  # the start of a packed sequence
+                best = best.masked_fill((block[:, number] == 0)[:, None, None], -1)
+                is_new = block[:, number] >= window
+            new = rank[:, :, number - 1].masked_fill(~is_new[:, None, None], -1)
+            new_place = keys.near[:, None, number - 1, voted].expand_as(new)
+            best, place = best_tokens(torch.cat([best, new], 2), torch.cat([place, new_place], 2), count)
+        chosen.append((best, place))
+    best, place = (torch.stack(x, 2) for x in zip(*chosen, strict=True))
+    return SalientTokens(best, place.masked_fill(best < 0, -1), votes)
+
+
+def best_tokens(rank: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return ranks and places [B, G, count] of the best of some tokens [B, G, S]."""
+    rank, order = rank.topk(count, -1)
+    return rank, place.gather(-1, order)
+
+
+def continue_salient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: SalientState,
+    options: WindowedOptions,
+    *,
+    starts: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    fresh: bool = False,
+) -> Tensor:
+    """Compute `salient_attention` for T new tokens of every row after those of the state, and update the state in place.
+
+    Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
+
+    Args:
+        q, k, v, options, starts, key_mask: As in `salient_attention`; `starts` are counted from the first new token.
+        state: The state; changed in place.
+        fresh: Whether the state is empty, so that it need not be read.
+
+    Returns:
+        [B, T, H, V] in v's dtype, zeros at padding.
+    """
+    if q.shape[1] == 1 and not fresh:
+        return salient_step(q, k, v, state, options, starts=starts, key_mask=key_mask)
+    batch, num_tokens, size, window = *q.shape[:2], options.block_size, options.window
+    num_slots, before = state.valid.shape[1], state.position.clone()
+    padding = torch.zeros_like(before) if starts is None else starts.to(q.device)
+    end = before + num_tokens - padding
+    is_key = q.new_ones(batch, num_tokens, dtype=torch.bool) if key_mask is None else key_mask
+    is_key = is_key & (torch.arange(num_tokens, device=q.device) >= padding[:, None])
+    is_full = fresh and starts is None and key_mask is None and not torch.compiler.is_compiling()
+    # The run begins with the block of the last token of the state.
+    first_block = (before - 1).clamp(min=0) // size
+    num_blocks = (num_tokens + size - 1) // size + (0 if fresh else 1)
+    block = first_block[:, None] + torch.arange(num_blocks, device=q.device)
+    num_held = 0 if fresh else num_slots + options.salient
+
+    def place_of(position: Tensor) -> Tensor:
+        """Return the places of tokens at positions [B, L] among the state's and the new ones; -1 for none."""
+        new = (position - before[:, None] + padding[:, None] + num_held).clamp(max=num_held + num_tokens - 1)
+        if not fresh:
+            new = torch.where(position < before[:, None], ring_slot(position, num_slots, options.sinks), new)
+        return new.masked_fill((position < 0) | (position >= end[:, None]), -1)
+
+    place = place_of(
+        first_block[:, None] * size + torch.arange((1 - window) * size, num_blocks * size, device=q.device)
+    )
+    sinks = place_of(torch.arange(options.sinks, device=q.device).expand(batch, -1))[:, None]
+    valid = is_key
+    if not is_full:
+        k, v = (x.masked_fill(~is_key[:, :, None, None], 0) for x in (k, v))
+    if not fresh:
+        valid = torch.cat([state.valid, is_key.new_zeros(batch, options.salient), is_key], 1)
+        k, v = (torch.cat([held.transpose(1, 2), x.to(held.dtype)], 1) for held, x in ((state.k, k), (state.v, v)))
+    keys = list_keys(k, v, place, valid, sinks, block, options, is_full)
+    source = place[:, (window - 1) * size :] - num_held
+    source = source.masked_fill(source < 0, -1)
+    is_voter = is_key.gather(1, source.clamp(min=0)) & (source >= 0)
+    new_position = before[:, None] - padding[:, None] + torch.arange(num_tokens, device=q.device)
+    inverse = new_position - first_block[:, None] * size
+    inverse = inverse.masked_fill(new_position < before[:, None], -1)
+    if not is_full:
+        q = MoveTokens.apply(q, source, inverse)
+        position = first_block[:, None] * size + torch.arange(num_blocks * size, device=q.device)
+        is_voter = is_voter & (position >= state.furthest[:, None])
+    else:
+        q = resize_tokens(q, num_blocks * size)
+    o, chosen = attend_to_lists(q, is_voter, keys, options, None if fresh else state)
+    with torch.no_grad():
+        write_salient(state, chosen, keys, valid, place_of, before, end, options)
+    return resize_tokens(o, num_tokens) if is_full else MoveTokens.apply(o, inverse, source)
+
+
+def write_salient(
+    state: SalientState,
+    chosen: SalientTokens,
+    keys: KeyLists,
+    valid: Tensor,
+    place_of: Callable[[Tensor], Tensor],
+    before: Tensor,
+    end: Tensor,
+    options: WindowedOptions,
+) -> None:
+    """Bring a state of `before` tokens int64 [B] up to `end`, in place, after a run; `valid` bool [B, P] are its keys."""
+    num_slots, rows = state.valid.shape[1], torch.arange(len(end), device=end.device)
+    position = slot_positions(end, num_slots, options.sinks)
+    is_new, place = position >= before[:, None], place_of(position).clamp(min=0)
+    done = torch.maximum(before, state.furthest)
+    # The last block, of those of the run. Where no token is newer than all before a crop, nothing is chosen anew.
+    last = (torch.maximum(end, done) - 1).clamp(min=0) // options.block_size - keys.block[:, 0]
+    last, grows = last.clamp(max=keys.block.shape[1] - 1), (end > done)[:, None, None]
+    kept = chosen.place[rows, :, last]
+    for held, x in ((state.k, keys.k), (state.v, keys.v)):
+        both = torch.cat([place[:, None].expand(-1, x.shape[1], -1), kept.clamp(min=0)], 2)
+        is_written = torch.cat([is_new[:, None].expand(-1, x.shape[1], -1), grows.expand_as(kept)], 2)
+        values = x.gather(2, both[..., None].expand(-1, -1, -1, x.shape[3])).to(held.dtype)
+        held.copy_(torch.where(is_written[..., None], values, held))
+    state.valid.copy_(torch.where(is_new, valid.gather(1, place), state.valid))
+    state.rank.copy_(torch.where(grows, chosen.rank[rows, :, last], state.rank))
+    state.cast.copy_(torch.where(grows, chosen.votes[rows, :, last], state.cast))
+    state.final.masked_fill_(grows, -1)
+    state.position.copy_(end)
+
+
+@torch.no_grad()
+def salient_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: SalientState,
+    options: WindowedOptions,
+    *,
+    starts: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Continue `salient_attention` by one token of every row, and update the state in place; see `continue_salient`.
+
+    The computation is the same for every position, so one compiled graph serves all steps. Rows with `starts` of 1 do not
+    take part: their state stays as it is.
+    """
+    size, reach, num_slots = options.block_size, options.window * options.block_size, state.valid.shape[1]
+    position, furthest = state.position, state.furthest
+    rows, heads = torch.arange(len(q), device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+    place, tokens = position % size, torch.arange(size, device=q.device)
+    is_key = torch.ones_like(position, dtype=torch.bool) if key_mask is None else key_mask[:, 0]
+    is_part = torch.ones_like(is_key) if starts is None else starts.to(q.device) == 0
+    slot = ring_slot(position, num_slots, options.sinks)
+    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
+        held[rows[:, 0], :, slot] = new.masked_fill(~is_key[:, None, None], 0).to(held.dtype)
+    state.valid[rows[:, 0], slot] = is_key
+
+    # The first token of a block lets the tokens that leave the window compete, unless it was fed before a crop.
+    is_ahead = is_part & (position >= furthest)
+    last = torch.where(is_ahead, position, torch.maximum(position, furthest) - 1)
+    left_position = (last.clamp(min=0) // size * size - reach)[:, None] + tokens
+    left_slot = ring_slot(left_position.clamp(min=0), num_slots, options.sinks)
+    is_candidate = (left_position >= options.sinks) & state.valid[rows, left_slot]
+    opens = (is_ahead & (place == 0))[:, None, None]
+    state.final.copy_(torch.where(opens, state.cast.masked_fill(~is_candidate[:, None], -1), state.final))
+    state.cast.mul_(~opens)
+    # One of them is compared with the worst of the kept ones, and moved into its slot if it is better.
+    rank = rank_tokens(state.final.clamp(min=0), left_position[:, None], state.final >= 0)
+    now = place[:, None, None].expand(-1, len(heads), -1)
+    new_rank = rank.gather(2, now)[..., 0].masked_fill(~is_ahead[:, None], -1)
+    worst, index = state.rank.min(-1)
+    enters = new_rank > worst  # [B, G]
+    state.rank.scatter_(2, index[..., None], torch.where(enters, new_rank, worst)[..., None])
+    for held in (state.k, state.v):
+        old = held[rows, heads, num_slots + index]
+        new = held[rows, heads, left_slot.gather(1, place[:, None])]
+        held[rows, heads, num_slots + index] = torch.where(enters[..., None], new, old)
+
+    near = visible_slots(position, num_slots, size, options.window, options.sinks) & state.valid
+    # After a crop to an earlier block, some of these are in the window.
+    oldest = ((position // size + 1) * size - reach)[:, None]
+    pending = rank.masked_fill(
+        (left_position + reach <= last[:, None])[:, None] | (left_position >= oldest)[:, None], -1
+    )
+    kept = state.rank.masked_fill(position_of(state.rank) >= oldest[..., None], -1)
+    threshold = torch.cat([kept, pending], 2).topk(options.salient, -1).values[..., -1:].clamp(min=0)
+    is_pending = torch.zeros_like(near)[:, None].expand(-1, len(heads), -1)
+    is_pending = is_pending.scatter(2, left_slot[:, None].expand_as(pending), pending >= threshold)
+    mask = make_mask(torch.cat([near[:, None] | is_pending, kept >= threshold], 2)[:, :, None], state.k.dtype)
+    queries = q[:, 0].unflatten(1, (len(heads), -1)).to(state.k.dtype)
+    o, lse = softmax_forward(queries, state.k, state.v, mask, options.scale)
+    o = o.masked_fill((no_key(lse, mask.dtype) | ~is_part[:, None, None])[..., None], 0)
+
+    voted = (position // size * size - reach + size)[:, None] + tokens
+    voting = voting_places(options)
+    is_voter = is_ahead & is_key & (place % voting.step == voting.start)
+    voted_slot = ring_slot(voted.clamp(min=0), num_slots, options.sinks)
+    is_vote = (voted >= 0) & (voted <= position[:, None]) & state.valid[rows, voted_slot] & is_voter[:, None]
+    near_k = state.k[:, :, :num_slots]
+    _, lse = softmax_forward(queries, near_k, near_k, make_mask(near[:, None, None], near_k.dtype), options.scale)
+    voted_k = near_k.gather(2, voted_slot[:, None, :, None].expand(-1, len(heads), -1, near_k.shape[3]))
+    state.cast.add_(count_votes(queries[:, :, :, None], voted_k, lse[..., None], is_vote[:, None, None], options.scale))
+    state.position.add_(is_part)
+    return o.flatten(1, 2)[:, None].to(v.dtype)
