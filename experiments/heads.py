@@ -66,7 +66,7 @@ def fit(arguments: Mapping[str, Any], form: str, seed: int) -> dict[str, Any]:
     model, tokenizer = load(arguments["model"]), load_tokenizer(arguments["model"])
     started = time.monotonic()
     text = "self" if form.endswith("own text") else arguments["fit"]
-    rows = read_rows(model, tokenizer, text, seed, False, effort=float(is_far_on))
+    rows = read_rows(model, tokenizer, text, seed, False, learns=is_far_on)
     convert(model, layers="all", **settings)
     if is_far_on:
         output_fit = OutputFit(model, steps=len(rows.fit))
@@ -74,7 +74,7 @@ def fit(arguments: Mapping[str, Any], form: str, seed: int) -> dict[str, Any]:
             output_fit.step(ids)
     elif "salient" not in settings:
         switch_off(model)
-    scores = score_heads(model, rows.scored[0], tqdm(disable=True))
+    scores = score_heads(model, rows.scored, tqdm(disable=True))
     state = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
     result = {"mhla": state, "scores": scores, "seconds": time.monotonic() - started}
     with atomic_file(file) as temporary_path:

@@ -40,7 +40,7 @@ def _draw_heads(axes: Any, measured: Mapping[str, Any]) -> None:
     num_heads = max(map(len, scores))
     values = [[layer[head] if head < len(layer) else math.nan for layer in scores] for head in range(num_heads)]
     image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto")
-    axes.figure.colorbar(image, ax=axes, label="change of the loss, nats")
+    axes.figure.colorbar(image, ax=axes, label="KL that MHLA would add")
     marks = [(index, head) for index, layer in enumerate(layers) for head in measured["softmax_heads"].get(layer, ())]
     if marks:
         axes.plot(*zip(*marks, strict=True), "s", color=COLORS["linear"], markersize=5)

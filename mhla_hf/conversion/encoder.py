@@ -16,8 +16,9 @@ FIT_PARTS, HELD_OUT_PARTS = (1, 2, 4), (4, 1)  # number of inputs per row: encod
 
 
 def read_encoder_rows(
-    model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1
-) -> Rows:
+    model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1,
+    learns: bool = True
+) -> Rows:  # fmt: skip
     """Read the batches that a text encoder is converted with; the arguments are those of `language.read_rows`.
 
     The inputs of a batch are equally long, up to `ROW_TOKENS` with the tokenizer's special tokens around them. A short

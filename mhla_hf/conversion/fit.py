@@ -7,6 +7,7 @@ depends on what each KV head would lose (`score_heads`); the heads with the larg
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,32 +212,38 @@ def compared_positions(length: int, count: int = KL_POSITIONS, first: int = 0) -
     return first + torch.arange(count) * (length - first) // count
 
 
-def score_heads(model: Any, ids: torch.Tensor, bar: tqdm) -> dict[int, list[float]]:
-    """Score each KV head of every MHLA layer: how much the original's loss depends on its softmax, in nats per token.
+def score_heads(model: Any, rows: Sequence[torch.Tensor], bar: tqdm) -> dict[int, list[float]]:
+    """Estimate the KL to the original that MHLA in each KV head of every MHLA layer adds, alone, in nats per token.
 
-    To first order, the loss changes by the product of its gradient by the head's output and the difference between MHLA's
-    and softmax's output. The score is the sum over tokens of its absolute value, so that opposite changes do not cancel.
+    To second order, KL is half the square of what changes, weighted by the Fisher information. Of that, this is the part of
+    each token by itself: half the squares of the loss's gradient by the head's output times the difference between MHLA's
+    and softmax's output, where the row's own tokens stand for tokens that the original draws.
 
     Args:
         model: A converted language model in eval mode.
-        ids: A row of token ids, int64 [1, T], whose own tokens give the loss.
-        bar: Is moved on by 2 for each MHLA layer.
+        rows: Rows of token ids, int64 [1, T] each, whose own tokens give the loss.
+        bar: Is moved on by 2 for each row and MHLA layer.
     """
-    num_tokens = ids.shape[1]
-    positions = compared_positions(num_tokens - 1, SCORED_POSITIONS, num_tokens // 8)
     trainable = [x for x in model.parameters() if x.requires_grad]
     for x in trainable:  # only the changes need gradients here
         x.requires_grad_(False)
+    totals: dict[int, Any] = {}
     try:
-        changed = replaced_cores(mhla_layers(model), lambda core: ChangedCore(core, num_tokens, bar.update))
-        with changed as cores, recomputed_layers(model):
-            log_p = log_probabilities(model, ids, positions)
-            loss = -log_p.gather(-1, ids[:, positions + 1, None].to(log_p.device)).mean()
-            gradients = torch.autograd.grad(loss, [core.change for core in cores.values()])
+        for ids in rows:
+            num_tokens = ids.shape[1]
+            positions = compared_positions(num_tokens - 1, SCORED_POSITIONS, num_tokens // 8)
+            change = partial(ChangedCore, num_tokens=num_tokens, notify=bar.update)
+            with replaced_cores(mhla_layers(model), change) as cores, recomputed_layers(model):
+                log_p = log_probabilities(model, ids, positions)
+                loss = -log_p.gather(-1, ids[:, positions + 1, None].to(log_p.device)).sum()
+                gradients = torch.autograd.grad(loss, [core.change for core in cores.values()])
+            for index, gradient in zip(cores, gradients, strict=True):
+                kl = gradient.square().sum(0) / (2 * len(positions) * len(rows))
+                totals[index] = totals.get(index, 0) + kl
     finally:
         for x in trainable:
             x.requires_grad_(True)
-    return {index: x.abs().sum(0).tolist() for index, x in zip(cores, gradients, strict=True)}
+    return {index: total.tolist() for index, total in totals.items()}
 
 
 def highest_scores(scores: dict[int, list[float]], count: int) -> dict[int, list[int]]:

@@ -96,7 +96,7 @@ def convert_with_text(
     window, block_size = mhla_settings.window, mhla_settings.block_size
     shortest = (window + 1) * block_size + 1
     with renamed_errors("data", "text"):
-        rows = read(model, tokenizer, text, seed, progress, 0 if mhla_settings.salient else effort, shortest)
+        rows = read(model, tokenizer, text, seed, progress, effort, shortest, learns=not mhla_settings.salient)
     if (row_tokens := (rows.fit or rows.held_out)[0].shape[1]) < shortest:
         expected = f"a window and one block of less than the {row_tokens} tokens of a row"
         raise ValueError(f"window: got {window} with block_size {block_size}, expected {expected}.")
@@ -120,18 +120,21 @@ def convert_with_text(
 
 
 def read_rows(
-    model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1
-) -> Rows:
+    model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1,
+    learns: bool = True
+) -> Rows:  # fmt: skip
     """Read the rows of text that a language model is converted with, int64 [1, T] each.
 
-    `effort` scales the number of rows to fit; with 0, there are none. Rows have `ROW_TOKENS` tokens, except that the one by
-    which heads are scored and `LONG_ROWS` of those to fit have `LONG_TOKENS`. They are shorter if the model has fewer
-    positions or the text fewer tokens, but not shorter than `shortest`.
+    `effort` scales the number of rows to fit, of which there are none unless the model `learns`, and of those by which heads
+    are scored. Rows have `ROW_TOKENS` tokens, except that those for scores and `LONG_ROWS` of those to fit have
+    `LONG_TOKENS`. They are shorter if the model has fewer positions or the text fewer tokens, but not shorter than
+    `shortest`.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     short_length, long_length = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
-    num_long = 1 + (round(LONG_ROWS * effort) if long_length > short_length else 0)
-    num_rows = 1 + HELD_OUT_ROWS + (max(1, round(FIT_ROWS * effort)) if effort else 0)
+    num_scored, num_fit = max(1, round(effort)), max(1, round(FIT_ROWS * effort)) if learns else 0
+    num_long = num_scored + (round(LONG_ROWS * effort) if learns and long_length > short_length else 0)
+    num_rows = num_scored + HELD_OUT_ROWS + num_fit
     # Passages have the long length; those that do not stay whole are cut into short rows.
     num_passages = num_long + -(-(num_rows - num_long) // (long_length // short_length))
     if isinstance(text, str) and text == "self":
@@ -144,17 +147,18 @@ def read_rows(
         short_length = row_length(source, short_length, shortest)
         if isinstance(source, TokenRing) and len(source.tokens) < num_passages * long_length:
             long_length = short_length
-            num_long, num_passages = 1, min(num_rows, len(source.tokens) // short_length)
+            num_scored = num_long = 1
+            num_passages = min(num_rows, len(source.tokens) // short_length)
         passages, name = source.reader(long_length, seed, 0).take(num_passages)[0], source.name
     whole_rows = long_length // short_length * short_length
     short_rows = list(passages[num_long:, :whole_rows].reshape(-1, 1, short_length))[: num_rows - num_long]
     num_held_out = min(HELD_OUT_ROWS, max(1, len(short_rows) // 6))
-    fit_rows = short_rows[num_held_out:] if effort else []
+    fit_rows = short_rows[num_held_out:] if learns else []
     # Long rows come late, each followed by two short ones.
-    first_long = max(len(fit_rows) - 2 * (num_long - 2), 0)
-    for number, row in enumerate(passages[1:num_long, None]):
+    first_long = max(len(fit_rows) - 2 * (num_long - num_scored - 1), 0)
+    for number, row in enumerate(passages[num_scored:num_long, None]):
         fit_rows.insert(first_long + 3 * number, row)
-    return Rows(fit_rows, [passages[:1]], short_rows[:num_held_out], name)
+    return Rows(fit_rows, list(passages[:num_scored, None]), short_rows[:num_held_out], name)
 
 
 @torch.no_grad()
@@ -269,10 +273,10 @@ def learn_from_rows(
         report["fitted"] = teacher.compare(model)
     softmax_heads: dict[int, list[int]] = {}
     if count:
-        num_passes = 2 * len(mhla_layers(model))
+        num_passes = 2 * len(mhla_layers(model)) * len(rows.scored)
         with tqdm(total=num_passes, desc="choose softmax heads", unit="layer", disable=not progress) as bar:
-            scores = score_heads(model, rows.scored[0], bar)
-        report["head_scores"] = {str(layer): [round(x, 5) for x in values] for layer, values in scores.items()}
+            scores = score_heads(model, rows.scored, bar)
+        report["head_scores"] = {str(layer): [float(f"{x:.3g}") for x in values] for layer, values in scores.items()}
         softmax_heads = highest_scores(scores, count)
         give_softmax_back(model, softmax_heads)
         report["kept"] = teacher.compare(model)

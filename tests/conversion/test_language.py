@@ -78,12 +78,12 @@ def test_each_stage_comes_closer_to_the_original(teacher, salient):
         assert torch.equal(model.state_dict()[name], value), f"{name} of the base has changed"
 
 
-def test_scores_of_heads_are_first_order_effects(teacher):
-    """Of one head at a time: the derivative of the loss by a step from softmax to MHLA, token by token."""
+def test_scores_of_heads_are_squares_of_first_order_effects(teacher):
+    """Of one head and token at a time: the derivative of the loss by a step from softmax to MHLA."""
     model = mhla_hf.convert(copy.deepcopy(teacher), layers="all", salient=2, block_size=8, window=2).double()
-    ids, bar = urns(1, seed=7), tqdm(total=6, file=io.StringIO())
-    scores = score_heads(model, ids, bar)
-    assert bar.n == 6 and all(parameter.requires_grad for parameter in model.parameters())
+    ids, bar = urns(1, seed=7), tqdm(total=12, file=io.StringIO())
+    scores = score_heads(model, [ids, ids], bar)
+    assert bar.n == 12 and all(parameter.requires_grad for parameter in model.parameters())
     positions = torch.arange(12, 95)
 
     class Stepped(torch.nn.Module):
@@ -101,11 +101,12 @@ def test_scores_of_heads_are_first_order_effects(teacher):
     def loss(*change):
         with softmax_instead(model), replaced_cores({1: mhla_layers(model)[1]}, lambda x: Stepped(x.core, *change)):
             log_p = log_probabilities(model, ids, positions)
-        return -log_p.double().gather(-1, ids[:, positions + 1, None]).mean()
+        return -log_p.double().gather(-1, ids[:, positions + 1, None]).sum()
 
     for head in (0, 3):
         changes = [float(loss(head, token, 0.1) - loss(head, token, -0.1)) / 0.2 for token in range(16, 95)]
-        assert sum(map(abs, changes)) == pytest.approx(scores[1][head], rel=0.05)
+        expected = sum(change**2 for change in changes) / (2 * len(positions))
+        assert expected == pytest.approx(scores[1][head], rel=0.05)
     assert highest_scores({0: [1.0, 3.0], 2: [3.0, 2.0]}, 2) == {0: [1], 2: [0]}
 
 
