@@ -27,15 +27,17 @@ from .hub.facts import PERSON_FILE, read_model, section_of
 from .models.derived_classes import attention_sizes
 from .models.families import ENCODERS, VISION
 from .models.language.causal_attention import find_causal_attentions
+from .nn.settings import SALIENT
 from .training.run_folder import RECORD
 
 MIB = 2**20
-KEEP = 1 / 6  # the share of KV heads that keep softmax by default in `mhla-hf convert`
+KEEP = 1 / 6  # the share of KV heads for which a conversion is described
 MAX_SCORES = 5  # number of scores that are printed
 # Kinds of model that mhla-hf evaluate supports -> the recipe to suggest.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
 SHOWN_SETTINGS = (
-    "mixing_form", "num_decays", "windowed", "block_size", "num_blocks", "layout", "feature_map", "normalize", "gate", "cpe",
+    "mixing_form", "num_decays", "windowed", "salient", "block_size", "num_blocks", "layout", "feature_map", "normalize",
+    "gate", "cpe",
 )  # fmt: skip
 
 
@@ -99,7 +101,7 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
         )
     attentions = find_causal_attentions(original)
     reasons = {index: reason_to_keep_softmax(attention, config) for index, attention in attentions.items()}
-    settings = (student if converted else convert(student, layers="all")).config.mhla
+    settings = (student if converted else convert(student, layers="all", salient=SALIENT)).config.mhla
     layers = settings["layers"]
     kept_layers: dict[str, list[int]] = {}
     for index in sorted({*range(config.num_hidden_layers)} - {*layers}):
@@ -128,7 +130,8 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those `SHOWN_SETTINGS` that apply to the model."""
     unused = ["block_size", "num_blocks"] if settings.get("layout") else []
-    unused += ["num_decays"] if settings["mixing_form"] != "decay" else []
+    unused += ["num_decays"] if settings["mixing_form"] != "decay" or settings.get("salient") else []
+    unused += ["feature_map", "normalize"] if settings.get("salient") else []
     names = (name for name in SHOWN_SETTINGS if name not in unused)
     return {name: settings[name] for name in names if settings.get(name) not in (None, False, 0)}
 
@@ -156,7 +159,7 @@ def render_info(record: Mapping[str, Any]) -> str:
     if heads:
         attention += f", {heads['softmax']} of {heads['all']} KV heads keep softmax"
     start = f"{record['model']}: {record['class']}" + (f", from {record['base']}" if record.get("base") else "")
-    lines = [start, f"attention:  {attention}{' by default' if is_softmax else ''}"]
+    lines = [start, f"attention:  {attention}{' with --keep 1/6' if is_softmax else ''}"]
     for reason, layers in record.get("kept_layers", {}).items():
         lines.append(f"softmax:    layers {', '.join(map(str, layers))}: {reason}")
     if not is_softmax:

@@ -44,6 +44,24 @@ def draw_heads(measured: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def estimate_choices(measured: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table: for several numbers of KV heads that keep softmax, the estimated KL and the cache.
+
+    `measured` is `config.mhla_measured` of a conversion that scored heads.
+    """
+    scores = sorted((x for of_layer in measured["head_scores"].values() for x in of_layer), reverse=True)
+    num_kept, total = sum(map(len, measured["softmax_heads"].values())), len(scores)
+    sizes = measured["cache_bytes"]
+    rows = []
+    for count in sorted({0, total // 15, total // 10, total // 6, total // 4, total // 2, num_kept}):
+        cells = ["*" * (count == num_kept) + f"{count} of {total}", f"{sum(scores[count:]):.4f}"]
+        for of_length in sizes.values():  # linear in the number of heads
+            per_head = (of_length["softmax"] - of_length["converted"]) / (total - num_kept)
+            cells.append(f"{(of_length['converted'] + (count - num_kept) * per_head) / 2**20:,.1f}")
+        rows.append(cells)
+    return ["KV heads with softmax", "estimated KL", *(f"MiB at {int(n):,}" for n in sizes)], rows
+
+
 def render_report(measured: Mapping[str, Any]) -> str:
     """Render the scores, sizes of the cache, and map of heads in `config.mhla_measured` of a conversion with text."""
     names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
@@ -62,9 +80,10 @@ def render_report(measured: Mapping[str, Any]) -> str:
         kl = f"{values['kl']:.4f}" if "kl" in values else "0"
         rows.append([name, kl, f"{values['perplexity']:.2f}", f"{values['recall']:.3f}"])
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
-    heads = (
-        ["KV heads that keep softmax (#):", draw_heads(measured)] if {"head_scores", "gates"} & measured.keys() else []
-    )
+    heads = []
+    if "head_scores" in measured:
+        choices = render_rows(*estimate_choices(measured), left=1)
+        heads = [choices, "* as converted", "KV heads that keep softmax (#):", draw_heads(measured)]
     return "\n".join([table, *caches, *heads])
 
 

@@ -32,7 +32,7 @@ def test_a_large_model_without_its_weights():
     assert record["parameters"] == 1_235_814_400 and record["dtype"] == "bfloat16"
     small = {"hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
     small = AutoConfig.for_model(**{**LARGE, **small, "bos_token_id": 1, "eos_token_id": 2})
-    model = mhla_hf.convert(AutoModelForCausalLM.from_config(small).eval(), layers="all")
+    model = mhla_hf.convert(AutoModelForCausalLM.from_config(small).eval(), layers="all", salient=128)
     with torch.no_grad():
         state = bytes_held(model(torch.zeros(1, 200, dtype=torch.long), use_cache=True)[CACHE].layers[0])
     assert record["kv_heads"] == {"softmax": 21, "all": 128}
@@ -49,7 +49,7 @@ def test_windows_latents_and_states_are_counted_as_real_caches_hold_them(name):
     held = []
     for convert in (False, True):
         if convert:
-            mhla_hf.convert(model, layers="all")
+            mhla_hf.convert(model, layers="all", salient=128)
         with torch.no_grad():
             cache = model(torch.ones(1, tokens, dtype=torch.long), use_cache=True)[CACHE]
         held.append(sum(map(bytes_held, cache.layers)))

@@ -33,8 +33,9 @@ def convert_options(add: values.AddArgument) -> None:
         "always none)")  # fmt: skip
     add("--samples", help="what a pipeline or classifier learns from: a .txt file with one prompt per line, class labels "
         "such as 1,207, or a folder or dataset of images (default: nothing is learned)")  # fmt: skip
-    add("--keep", help="KV heads of a language model that keep softmax: a share, a number, or a cache size such as 64MiB "
-        "(default: 1/6); with --samples, layers that keep softmax: a share or a number")  # fmt: skip
+    add("--keep", help="KV heads of a language model that keep softmax: a share, a number, a cache size such as 64MiB, or "
+        "auto, as few as keep the estimated KL within 0.01 (default: auto); with --samples, layers that keep softmax: a "
+        "share or a number")  # fmt: skip
     add(
         "--context",
         type=values.parse_count,

@@ -13,7 +13,7 @@ from typing import Any
 from ..checkpoints.file_io import HUB_ID, PIPELINE_INDEX, resolve_model_name
 
 DATA_ENDINGS = (".txt", ".text", ".md", ".rst", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
-KEEP = re.compile(r"\d+/0*[1-9]\d*|(\d+\.?\d*|\.\d+)(%|[KMG]iB)?")
+KEEP = re.compile(r"auto|\d+/0*[1-9]\d*|(\d+\.?\d*|\.\d+)(%|[KMG]iB)?")
 # Keyword arguments of options of several commands.
 DTYPE: dict[str, Any] = {"choices": ("auto", "float32", "bfloat16", "float16"), "default": "auto", "metavar": "DTYPE"}
 DTYPE["help"] = "auto (default), float32, bfloat16 or float16"
@@ -44,9 +44,11 @@ def parse_layers(text: str | None) -> str | list[int] | None:
 
 
 def parse_keep(text: str) -> Any:
-    """Parse how many KV heads keep softmax: a number, or a fraction as "1/6" or "0.25"; "17%" and "64MiB" stay text."""
+    """Parse how many KV heads keep softmax: a number or a fraction such as "1/6"; "17%", "64MiB", and "auto" stay text."""
     if not KEEP.fullmatch(text):
-        raise ValueError(f"keep: got {text!r}, expected a share, a number, a percentage, or a size such as 64MiB.")
+        raise ValueError(
+            f"keep: got {text!r}, expected a share, a number, a percentage, a size such as 64MiB, or auto."
+        )
     numerator, slash, denominator = text.partition("/")
     return int(numerator) / int(denominator) if slash else parse_value(text)
 

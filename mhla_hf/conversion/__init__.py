@@ -41,8 +41,9 @@ def convert(
     """Turn a pretrained softmax model, or the transformers of a pipeline, into MHLA models in place.
 
     The base's weights keep their values and names; converted layers get new ones, `mhla.*`, in their attention or processor.
-    With `text`, a causal language model or text encoder is ready for use afterwards: its MHLA heads learn the outputs of
-    their softmax originals, and the KV heads whose softmax a language model needs most keep it. Without `text`, such a model
+    With `text`, a causal language model or text encoder is ready for use afterwards. A language model's KV heads whose whole
+    past it needs most keep softmax; the others keep a window and their 128 most salient tokens. Heads of an encoder, and
+    those of a language model with `salient=0`, learn the outputs of their softmax originals. Without `text`, such a model
     reads little beyond its softmax window, and needs training (`mhla_hf.distill`), as does every other model except Sana,
     whose attention was linear. With `samples`, a diffusion or vision model starts its training closer to the original.
 
@@ -53,20 +54,23 @@ def convert(
             A pipeline that was not given, but holds the transformer, needs `pipe.transformer = model` before it is saved.
         settings: All settings at once. Default: those of the model's family.
         tokenizer: The model's tokenizer, needed if `text` is not token ids.
-        text: What to learn from; about 35,000 tokens of it are read, or 100,000 for an encoder. A text file, a folder of
-            text files, a dataset, a list of texts, int64 token ids [N], or "self" for text that a language model samples.
+        text: What to choose heads and to learn from; about 6,000 tokens of it are read, 50,000 with `salient=0`, or 100,000
+            for an encoder. A text file, a folder of text files, a dataset, a list of texts, int64 token ids [N], or "self"
+            for text that a language model samples.
             Default: nothing is learned, since training may follow; `mhla-hf convert` takes "self" for a language model.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             the softmax original samples eight. For a vision model, unlabeled images [N, C, height, width]. Else a function
             that runs the pipeline, called several times: `lambda generator: pipe("a cat", generator=generator)`.
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
-            Default: 1/6. Not for encoders, which have no cache. With `samples`, how many of the converted layers get softmax
+            Default: "auto", as few heads as keep the estimated KL to the original within 0.01 nats per token. Not for
+            encoders, which have no cache. With `samples`, how many of the converted layers get softmax
             back: those that change the output most. Default: the family's number; none if `settings` or `layers` is given.
         context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; before those of `settings`.
             Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
         effort: Multiplier for the number of rows and steps, with `text` or `samples`: 0.5 halves time and loses accuracy.
+            With salient tokens, the number of rows of 4,096 tokens by which heads are chosen, at least one.
         seed: Decides which passages of `text` are read, and what the model samples.
         checkpoint: File for the progress of a conversion with text, from which the same call resumes.
         progress: Whether to show progress bars on stderr and, with `text`, to print the scores and sizes of the cache.

@@ -246,6 +246,15 @@ def score_heads(model: Any, rows: Sequence[torch.Tensor], bar: tqdm) -> dict[int
     return {index: total.tolist() for index, total in totals.items()}
 
 
+def enough_heads(scores: dict[int, list[float]], tolerance: float) -> int:
+    """Count the KV heads that must keep softmax so that the scores of the others sum up to at most `tolerance`.
+
+    One head of the model is MHLA in any case.
+    """
+    values = torch.tensor([score for of_layer in scores.values() for score in of_layer]).sort().values
+    return len(values) - max(1, int((values.cumsum(0) <= tolerance).sum()))
+
+
 def highest_scores(scores: dict[int, list[float]], count: int) -> dict[int, list[int]]:
     """Return the `count` KV heads with the highest scores, sorted; of equal ones, earlier layers and heads come first."""
     heads = [(layer, head) for layer, values in scores.items() for head in range(len(values))]

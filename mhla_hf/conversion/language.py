@@ -20,13 +20,14 @@ from ..data import TokenRing, open_text
 from ..models.families import ENCODERS, LANGUAGE
 from ..models.language.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.transformers_api import forward_cached, set_attention_function
-from ..nn.settings import MHLASettings, is_whole
+from ..nn.settings import SALIENT, MHLASettings, is_whole
 from ..plots import render_report
 from .encoder import EmbeddingScores, read_encoder_rows
 from .fit import (
     OutputFit,
     Rows,
     compared_positions,
+    enough_heads,
     highest_scores,
     once_and_twice,
     read_twice,
@@ -43,7 +44,7 @@ logger = logging.getLogger("mhla_hf")
 ROW_TOKENS, FIT_ROWS, HELD_OUT_ROWS = 1024, 28, 2
 # The row by which heads are scored is longer, and this many of FIT_ROWS: far recall needs them, but they take time.
 LONG_TOKENS, LONG_ROWS = 4096, 5
-SALIENT = 128  # tokens per KV head, by default
+TOLERANCE = 0.01  # nats per token of estimated KL, up to which MHLA takes heads with `keep="auto"`
 MEASURED_POSITIONS = 256  # per held-out row, at most
 SAVE_EVERY = 30.0  # seconds
 REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
@@ -86,12 +87,12 @@ def convert_with_text(
         name, value = ("keep", keep) if keep else ("context", context)
         raise ValueError(f"{name}: got {value!r} with {type(model).__name__}, an encoder, expected None.")
     sizes: dict[int, LayerSizes] | None = None
-    num_kept_heads = 0
+    num_kept_heads: int | None = 0
     start_time = time.monotonic()
     if not is_text_encoder:
         sizes = sizes_of_conversion(model, mhla_settings)
         context = model.config.max_position_embeddings if context is None else context
-        num_kept_heads = count_kept_heads(sizes, 1 / 6 if keep is None else keep, context)
+        num_kept_heads = None if keep in (None, "auto") else count_kept_heads(sizes, keep, context)
     read = read_encoder_rows if is_text_encoder else read_rows
     window, block_size = mhla_settings.window, mhla_settings.block_size
     shortest = (window + 1) * block_size + 1
@@ -108,7 +109,7 @@ def convert_with_text(
             torch.utils.swap_tensors(x, copy.deepcopy(x))
     attention_function = model.config._attn_implementation
     convert_in_place(model, family, mhla_settings)
-    if num_kept_heads:  # they compute softmax as the model did
+    if num_kept_heads != 0:  # they compute softmax as the model did
         set_attention_function(model.config, attention_function)
     report = learn_from_rows(model, rows, num_kept_heads, seed, saved_steps, progress)
     if sizes is not None:
@@ -200,7 +201,7 @@ def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, cont
     else:
         num_kept_heads = parse_share(keep, num_heads)
     if num_kept_heads is None or num_kept_heads >= num_heads:
-        forms = "as a number, a share, a percentage, or a size such as '64MiB'"
+        forms = "as 'auto', a number, a share, a percentage, or a size such as '64MiB'"
         raise ValueError(f"keep: got {keep!r}, expected 0 to {num_heads - 1} of the {num_heads} KV heads, {forms}.")
     return num_kept_heads
 
@@ -253,9 +254,12 @@ class Checkpoint:
 
 
 def learn_from_rows(
-    model: Any, rows: Rows, count: int, seed: int, saved_steps: Checkpoint, progress: bool
+    model: Any, rows: Rows, count: int | None, seed: int, saved_steps: Checkpoint, progress: bool
 ) -> dict[str, Any]:
-    """Fit the MHLA heads of a model that was just converted, choose `count` softmax heads, and return the report."""
+    """Fit the MHLA heads of a model that was just converted, choose `count` softmax heads, and return the report.
+
+    None for as few as keep the estimated KL within `TOLERANCE`.
+    """
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
         "text": public_name(rows.name),
@@ -272,12 +276,12 @@ def learn_from_rows(
         fit.finish()
         report["fitted"] = teacher.compare(model)
     softmax_heads: dict[int, list[int]] = {}
-    if count:
+    if count != 0:
         num_passes = 2 * len(mhla_layers(model)) * len(rows.scored)
         with tqdm(total=num_passes, desc="choose softmax heads", unit="layer", disable=not progress) as bar:
             scores = score_heads(model, rows.scored, bar)
         report["head_scores"] = {str(layer): [float(f"{x:.3g}") for x in values] for layer, values in scores.items()}
-        softmax_heads = highest_scores(scores, count)
+        softmax_heads = highest_scores(scores, enough_heads(scores, TOLERANCE) if count is None else count)
         give_softmax_back(model, softmax_heads)
         report["kept"] = teacher.compare(model)
     check_report(report)

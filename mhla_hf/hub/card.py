@@ -19,7 +19,7 @@ from ..checkpoints.load import wrap_errors
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import read_settings
 from ..evaluation.records import Result, Results, format_score, render_table
-from ..plots import draw_heads
+from ..plots import draw_heads, estimate_choices
 from . import facts as facts_module
 from .facts import TEACHER, Facts, Person, make_facts, read_folder, section_of
 
@@ -156,6 +156,7 @@ def render_card(facts: Facts) -> str:
             absent=facts_module.list_unmeasured(facts.records),
             measured=_group_by_origin(columns),
             draw_heads=draw_heads,
+            estimate_choices=estimate_choices,
         )
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 

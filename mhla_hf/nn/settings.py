@@ -25,6 +25,7 @@ MAX_BLOCK_SIZE = 65_536  # tokens; a cache allocates keys and values of a block 
 MAX_DECAYS = 64
 MAX_WINDOW_BLOCKS = 1_024
 MAX_SALIENT = 65_536
+SALIENT = 128  # tokens per KV head that a language model converted with text keeps by default
 
 
 def is_whole(value: object, minimum: int, maximum: int = sys.maxsize) -> bool:

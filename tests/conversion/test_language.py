@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import mhla_hf
 from mhla_hf.cli.main import main
 from mhla_hf.conversion import kl_to_teacher
-from mhla_hf.conversion.fit import OutputFit, highest_scores, score_heads
+from mhla_hf.conversion.fit import OutputFit, enough_heads, highest_scores, score_heads
 from mhla_hf.conversion.language import Checkpoint, count_kept_heads
 from mhla_hf.conversion.sizes import sizes_of_conversion
 from mhla_hf.conversion.teacher import log_probabilities, mhla_layers, replaced_cores, softmax_instead
@@ -108,6 +108,18 @@ def test_scores_of_heads_are_squares_of_first_order_effects(teacher):
         expected = sum(change**2 for change in changes) / (2 * len(positions))
         assert expected == pytest.approx(scores[1][head], rel=0.05)
     assert highest_scores({0: [1.0, 3.0], 2: [3.0, 2.0]}, 2) == {0: [1], 2: [0]}
+
+
+def test_as_few_heads_as_the_tolerance_allows(teacher, monkeypatch):
+    scores = {0: [0.1, 0.3], 2: [0.4, 0.2]}
+    assert [enough_heads(scores, x) for x in (1.0, 0.61, 0.5, 0.3, 0.1, 0)] == [0, 1, 2, 2, 3, 3]
+    monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "TOLERANCE", 0.0)
+    told = converted(teacher, keep="auto").config.mhla_measured
+    assert sum(map(len, told["softmax_heads"].values())) == 11  # one is MHLA in any case
+    monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "TOLERANCE", 100.0)
+    model = converted(teacher)
+    told = model.config.mhla_measured
+    assert model.config.mhla["softmax_heads"] is None and told["kept"] == told["converted"]
 
 
 def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monkeypatch):
