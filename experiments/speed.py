@@ -26,6 +26,7 @@ from mhla_hf.conversion import convert
 from mhla_hf.evaluation.speed import cache_bytes, clock
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
+from mhla_hf.nn.settings import SALIENT
 from mhla_hf.plots import COLORS, PALETTE, drawing
 
 from .rows import Row, describe_setup, make_parser, markdown, parse_call
@@ -224,7 +225,7 @@ def run(args: argparse.Namespace, command: str, sizes: Mapping[str, Any] = SMOLL
 
 
 def main() -> None:
-    """Measure the conversion that keeps the KV heads of the first row of docs/language/heads.json with a far part."""
+    """Measure the conversion that keeps the KV heads of the first row of docs/language/heads.json."""
     parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens in the cache")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="rows that are decoded at once")
@@ -234,8 +235,8 @@ def main() -> None:
     parser.add_argument("--out", default="docs/bench/speed.json", help="JSON file to write")
     args, command = parse_call(parser, "speed", None)
     rows = json.loads(Path("docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
-    heads = next(row["softmax_heads"] for row in rows if row["far"])
-    print(render_speed(run(args, command, softmax_heads=heads, feature_map="exp")))
+    settings = {"salient": SALIENT, "softmax_heads": rows[0]["softmax_heads"]}
+    print(render_speed(run(args, command, **settings)))
 
 
 if __name__ == "__main__":

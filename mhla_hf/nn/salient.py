@@ -4,13 +4,15 @@ It has no parameters: a model is converted by choosing the heads that keep all t
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..ops.windowed.inputs import WindowedOptions
-from ..ops.windowed.salient import SalientState, continue_salient, salient_attention
+from ..ops.windowed.salient import salient_attention
+from ..ops.windowed.salient_decoding import SalientState, continue_salient
 from .core import check_no_gradients, move_tokens, padding_first, without_padding
 from .heads import HeadSplit
 from .settings import MHLASettings, check_settings
@@ -71,12 +73,14 @@ class SalientCore(nn.Module):
             if cache is None:
                 o = salient_attention(q, k, v, options, starts=starts, cu_seqlens=cu_seqlens)
             else:
-                fresh = cache.state is None
+                fresh, plan = cache.state is None, None
                 if fresh:
                     cache.state = self.new_state(k, v)
                 else:
                     check_no_gradients(self, q, k, v)
-                o = continue_salient(q, k, v, cache.state, options, starts=starts, fresh=fresh)
+                    if q.shape[1] == 1:
+                        plan = cache.shared_plan(partial(cache.state.plan_step, options, starts), q.device)
+                o = continue_salient(q, k, v, cache.state, options, starts=starts, fresh=fresh, plan=plan)
         if key_mask is not None:
             o = move_tokens(o, inverse, source)
             if cache is not None:

@@ -21,7 +21,7 @@ from ..ops.windowed.decays import Decays
 from ..ops.windowed.decoding import KeyMap, StepPlan, WindowedState, attend_token, continue_windowed, plan_step
 from ..ops.windowed.fused_softmax import make_mask
 from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
-from ..ops.windowed.salient import SalientState, continue_salient, salient_step
+from ..ops.windowed.salient_decoding import SalientState, SalientStep, continue_salient, plan_salient_step, salient_step
 from ..ops.windowed.triton_step import PageTensors, page_step, small_page_call
 
 EMPTY = {
@@ -306,12 +306,14 @@ class SalientBatch(NamedTuple):
 
     Args:
         position: int64 [N], the position of the token.
-        valid: bool [N, S], the slots that hold a token. The step of every layer sets that of the new token.
+        valid: bool [N, S], the slots that hold a token.
+        step: What the step reads and writes.
         first: Rows whose request has no earlier token.
     """
 
     position: torch.Tensor
     valid: torch.Tensor
+    step: SalientStep
     first: Sequence[int]
 
 
@@ -324,7 +326,8 @@ class PagedSalientAttention:
 
     def plan(self, position: torch.Tensor, tokens: NewTokens) -> SalientBatch:
         valid = slot_positions(position, self.pool.layout.num_slots, self.options.sinks) >= 0
-        return SalientBatch(position, valid, [row for row, token in enumerate(position.tolist()) if token <= 0])
+        step = plan_salient_step(position, torch.zeros_like(position), valid, self.options)
+        return SalientBatch(position, valid, step, [row for row, token in enumerate(position.tolist()) if token <= 0])
 
     def decode(self, tokens: NewTokens, pages: torch.Tensor, batch: SalientBatch) -> torch.Tensor:
         pool = self.pool
@@ -332,7 +335,7 @@ class PagedSalientAttention:
             pool.clear(pages[batch.first])
         state = self.read_state(pages, batch)
         q, k, v = (x[:, None] for x in tokens[:3])
-        o = salient_step(q, k, v, state, self.options)
+        o = salient_step(q, k, v, state, self.options, batch.step)
         pool.put_state(pages, state)
         return o[:, 0]
 
@@ -342,7 +345,7 @@ class PagedSalientAttention:
             block_size=self.options.block_size,
             position=batch.position.clone(),
             furthest=torch.zeros_like(batch.position),
-            valid=batch.valid,
+            valid=batch.valid.clone(),
             **dict(zip(self.pool.parts, self.pool.take(pages, *self.pool.parts), strict=True)),
         )
 

@@ -5,6 +5,7 @@ layer (`mhla_cache_layer`). The layer calls itself a linear attention layer, so 
 their masks by it, and an attention layer, so that a cache of MHLA layers alone still knows its length.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,8 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         seen_tokens: Tokens per row, including padding; a tensor if this layer replaces a static one.
         mixing: The mixing weights with which the state is read: a matrix, or packed decays; None until they are needed.
         padded: The mask of the last call with padding, bool [B, T], and the value of `seen_tokens` after that call.
+        leader: The first MHLA layer of the cache, which makes the plan of a step for all.
+        plan: Of a leader, the plan of the last step, and the value of `seen_tokens` before it.
         softmax: Layer of transformers for the keys and values of the heads that keep softmax; None if there are none.
     """
 
@@ -37,6 +40,17 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.max_cache_len = max_cache_len
         self.softmax: Any = softmax
         self.padded: Any = None
+        self.leader: Any = self
+        self.plan: Any = (-1, None)
+
+    def shared_plan(self, make: Callable[[], Any], device: torch.device) -> Any:
+        """Return the plan of a step of one token, which is the same in all layers: `make()`, or what the leader has made."""
+        if torch.compiler.is_compiling() or isinstance(self.seen_tokens, torch.Tensor):
+            return make()
+        if self.leader is self:
+            self.plan = self.seen_tokens, make()
+        seen_tokens, plan = self.leader.plan
+        return plan if seen_tokens == self.seen_tokens and plan.slot.device == device else make()
 
     def count(self, hidden_states: torch.Tensor) -> None:
         if not isinstance(self.seen_tokens, torch.Tensor):
@@ -88,7 +102,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     prefetch = offload
 
     def reset(self) -> None:
-        self.state, self.mixing, self.padded = None, None, None
+        self.state, self.mixing, self.padded, self.plan = None, None, None, (-1, None)
         self.seen_tokens *= 0
         if self.softmax is not None:
             self.softmax.reset()
@@ -164,7 +178,9 @@ def mhla_cache_layer(
     if keeps_softmax and static and layer.is_initialized:
         # Its storage is for all heads; the new one is made for those that keep softmax.
         layer = type(layer)(max_cache_len=length)
+    leader = next((other for other in layers if isinstance(other, MHLACacheLayer)), None)
     layers[layer_idx] = MHLACacheLayer(static, max_cache_len=length, softmax=layer if keeps_softmax else None)
+    layers[layer_idx].leader = leader or layers[layer_idx]
     if type(past_key_values) is DynamicCache and not torch.compiler.is_compiling():
         past_key_values.__class__ = MHLADynamicCache
     return layers[layer_idx]

@@ -11,15 +11,12 @@ ties everywhere. A token's rank is one int64, its votes before its position, so 
 """
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..state import RingState
 from ..torch_layout import (
     DifferentiableOnce,
     MoveTokens,
@@ -27,10 +24,7 @@ from ..torch_layout import (
     by_block,
     by_token,
     resize_tokens,
-    ring_slot,
     shift_to_start,
-    slot_positions,
-    visible_slots,
 )
 from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedOptions
@@ -59,69 +53,13 @@ def position_of(rank: Tensor) -> Tensor:
     return last - (rank & last)
 
 
-def count_votes(q: Tensor, k: Tensor, lse: Tensor, is_vote: Tensor, scale: float) -> Tensor:
+def count_votes(score: Tensor, lse: Tensor, is_vote: Tensor) -> Tensor:
     """Sum the votes of T queries for S tokens, int32 [.., S].
 
-    q is [.., H / G, T, D], k [.., S, D], lse [.., H / G, T] that of window and sinks, and `is_vote` bool [.., T, S].
+    score is [.., H / G, T, S], lse [.., H / G, T] that of window and sinks, and `is_vote` bool [.., T, S].
     """
-    score = (q.to(lse.dtype) @ k.to(lse.dtype).mT.unsqueeze(-3)) * scale
     weight = torch.exp(score - lse[..., None]).amax(-3)
     return torch.where(is_vote, (weight * VOTE_UNITS).round(), 0).sum(-2).to(torch.int32)
-
-
-@dataclass
-class SalientState(RingState):
-    """The decoder state of B rows: sinks, a ring of `window + 1` blocks, and N salient tokens per KV head.
-
-    It is changed in place, and its tensors keep their addresses while the number of rows stays the same. Nothing has a
-    gradient. S is the number of sinks and ring slots; `ring_slot` says which token is in which.
-
-    Args:
-        k: [B, G, S + N, D], keys: sinks, ring, and salient tokens.
-        v: [B, G, S + N, V], values.
-        valid: bool [B, S], the slots that hold a real token.
-        rank: int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot.
-        cast: int32 [B, G, C], the votes so far for the oldest block in the window of the last token.
-        final: int32 [B, G, C], the votes for the block that left this window; -1 for what is no candidate. Its tokens are
-            still in the ring, and visible if they are among the N best; each step moves one of them into a slot.
-    """
-
-    k: Tensor
-    v: Tensor
-    valid: Tensor
-    rank: Tensor
-    cast: Tensor
-    final: Tensor
-
-    @staticmethod
-    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
-    def empty(k: Tensor, v: Tensor, options: WindowedOptions) -> "SalientState":
-        """Create a state without tokens, for k and v [B, T, G, ..] like these."""
-        batch, num_kv_heads = len(k), k.shape[2]
-        num_slots = options.sinks + (options.window + 1) * options.block_size
-        length, size, count = num_slots + options.salient, options.block_size, options.salient
-        return SalientState(
-            block_size=size,
-            position=k.new_zeros(batch, dtype=torch.int64),
-            furthest=k.new_zeros(batch, dtype=torch.int64),
-            k=k.new_zeros(batch, num_kv_heads, length, k.shape[-1]),
-            v=v.new_zeros(batch, num_kv_heads, length, v.shape[-1]),
-            valid=k.new_zeros(batch, num_slots, dtype=torch.bool),
-            rank=k.new_full((batch, num_kv_heads, count), -1, dtype=torch.int64),
-            cast=k.new_zeros(batch, num_kv_heads, size, dtype=torch.int32),
-            final=k.new_full((batch, num_kv_heads, size), -1, dtype=torch.int32),
-        )
-
-    def leaving(self, options: WindowedOptions, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ranks [B, G, C] of the tokens of `final` that are not in a slot yet, and their positions int64 [B, C].
-
-        `position` int64 [B] are the last tokens whose steps are done, or -1.
-        """
-        size, reach = options.block_size, options.window * options.block_size
-        place = torch.arange(size, device=position.device)
-        tokens = position.clamp(min=0)[:, None] // size * size + place - reach
-        is_left = (tokens + reach > position[:, None])[:, None] & (self.final >= 0)
-        return rank_tokens(self.final.clamp(min=0), tokens[:, None], is_left), tokens
 
 
 class KeyLists(NamedTuple):
@@ -147,6 +85,21 @@ class KeyLists(NamedTuple):
         batch = len(self.k)
         base = torch.arange(batch * num_kv_heads, device=near.device).view(batch, num_kv_heads, 1, 1) * self.k.shape[2]
         return (near + base).transpose(1, 2).flatten(0, 1)
+
+
+class SalientStart(NamedTuple):
+    """The salient tokens from which a run goes on, of a state.
+
+    Args:
+        block: int64 [B, 1], the newest block that the state has opened.
+        cast: int32 [B, G, C], the votes so far for the first block of its window.
+        rank, place: int64 [B, G, N + C], ranks and places of the tokens that can be salient.
+    """
+
+    block: Tensor
+    cast: Tensor
+    rank: Tensor
+    place: Tensor
 
 
 class SalientTokens(NamedTuple):
@@ -290,7 +243,7 @@ def attend_to_lists(
     is_voter: Tensor,
     keys: KeyLists,
     options: WindowedOptions,
-    state: SalientState | None = None,
+    start: SalientStart | None = None,
 ) -> tuple[Tensor, SalientTokens]:
     """Compute the outputs of M blocks of queries, [B, M * C, H, V], and what `write_salient` needs.
 
@@ -309,7 +262,7 @@ def attend_to_lists(
             cast_votes(x, is_voter, flat_k, keys, options, *piece) for x, piece in zip(blocks, pieces, strict=True)
         ]
         empty = torch.zeros(len(q), num_kv_heads, first, size, dtype=torch.int32, device=q.device)
-        chosen = choose_salient(torch.cat([empty, *votes], 2), keys, options, state)
+        chosen = choose_salient(torch.cat([empty, *votes], 2), keys, options, start)
     outputs = []
     if first:
         first_q, first_k, first_v = (x[:, :, : first * size] for x in (q.transpose(1, 2), keys.k, keys.v))
@@ -360,12 +313,13 @@ def cast_votes(
     if options.window == 1:
         is_vote = is_vote & earlier
     is_vote = is_vote.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
-    votes = count_votes(q, k[:, :, voted], lse.unflatten(2, (q.shape[2], -1)), is_vote, options.scale)
+    score = (q.to(lse.dtype) @ k[:, :, None, voted].to(lse.dtype).mT) * options.scale
+    votes = count_votes(score, lse.unflatten(2, (q.shape[2], -1)), is_vote)
     return votes.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 def choose_salient(
-    votes: Tensor, keys: KeyLists, options: WindowedOptions, state: SalientState | None
+    votes: Tensor, keys: KeyLists, options: WindowedOptions, start: SalientStart | None
 ) -> SalientTokens:
     """Choose the salient tokens of M blocks from the votes int32 [B, G, M, C] that each cast for the first of its window."""
     (batch, num_kv_heads, num_blocks, size), count, window = votes.shape, options.salient, options.window
@@ -374,31 +328,23 @@ def choose_salient(
     voted = slice(options.sinks, options.sinks + size)
     is_candidate = keys.is_near[:, :, voted] & (position >= options.sinks)
     best = votes.new_full((batch, num_kv_heads, count), -1, dtype=torch.int64)
-    place, chosen, opened = best, [], block[:, :1]
-    if state is not None:
-        last = torch.maximum(state.position, state.furthest) - 1
-        opened = last.clamp(min=0)[:, None] // size  # the newest block of the state; votes for it are not counted twice
-        votes = votes + torch.where(block == opened, 1, 0)[:, None, :, None] * state.cast[:, :, None]
-        left, left_position = state.leaving(options, last)
-        num_slots = state.valid.shape[1]
-        held_place = num_slots + torch.arange(count, device=votes.device).expand_as(best)
-        left_place = ring_slot(left_position.clamp(min=0), num_slots, options.sinks)[:, None].expand_as(left)
-        both, both_place = torch.cat([state.rank, left], 2), torch.cat([held_place, left_place], 2)
+    place = best
+    chosen = [(best, place)]
+    if start is not None:
+        votes = votes + torch.where(block == start.block, 1, 0)[:, None, :, None] * start.cast[:, :, None]
         # After a crop to an earlier block, some of them are in the window of the first block.
         oldest = (block[:, :1] - window + 1) * size
-        outside = both.masked_fill(position_of(both) >= oldest[:, None], -1)
-        seen, seen_place = best_tokens(outside, both_place, count)
-        best, place = best_tokens(both, both_place, count)
-        chosen.append((seen, seen_place))
-    else:
-        chosen.append((best, place))
+        outside = start.rank.masked_fill(position_of(start.rank) >= oldest[:, None], -1)
+        chosen = [best_tokens(outside, start.place, count)]
+        best, place = best_tokens(start.rank, start.place, count)
     rank = rank_tokens(votes, position[:, None], is_candidate[:, None])
     for number in range(1, num_blocks):
         if number >= window or not keys.is_full:
-            is_new = block[:, number] > opened[:, 0]
-            if state is None:  # the start of a packed sequence
-                best = best.masked_fill((block[:, number] == 0)[:, None, None], -1)
+            if start is not None:  # votes for earlier blocks are counted already
+                is_new = block[:, number] > start.block[:, 0]
+            else:
                 is_new = block[:, number] >= window
+                best = best.masked_fill((block[:, number] == 0)[:, None, None], -1)  # of a packed sequence
             new = rank[:, :, number - 1].masked_fill(~is_new[:, None, None], -1)
             new_place = keys.near[:, None, number - 1, voted].expand_as(new)
             best, place = best_tokens(torch.cat([best, new], 2), torch.cat([place, new_place], 2), count)
@@ -411,184 +357,3 @@ def best_tokens(rank: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor
     """Return ranks and places [B, G, count] of the best of some tokens [B, G, S]."""
     rank, order = rank.topk(count, -1)
     return rank, place.gather(-1, order)
-
-
-def continue_salient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: SalientState,
-    options: WindowedOptions,
-    *,
-    starts: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    fresh: bool = False,
-) -> Tensor:
-    """Compute `salient_attention` for T new tokens of every row after those of the state, and update the state in place.
-
-    Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
-
-    Args:
-        q, k, v, options, starts, key_mask: As in `salient_attention`; `starts` are counted from the first new token.
-        state: The state; changed in place.
-        fresh: Whether the state is empty, so that it need not be read.
-
-    Returns:
-        [B, T, H, V] in v's dtype, zeros at padding.
-    """
-    if q.shape[1] == 1 and not fresh:
-        return salient_step(q, k, v, state, options, starts=starts, key_mask=key_mask)
-    batch, num_tokens, size, window = *q.shape[:2], options.block_size, options.window
-    num_slots, before = state.valid.shape[1], state.position.clone()
-    padding = torch.zeros_like(before) if starts is None else starts.to(q.device)
-    end = before + num_tokens - padding
-    is_key = q.new_ones(batch, num_tokens, dtype=torch.bool) if key_mask is None else key_mask
-    is_key = is_key & (torch.arange(num_tokens, device=q.device) >= padding[:, None])
-    is_full = fresh and starts is None and key_mask is None and not torch.compiler.is_compiling()
-    # The run begins with the block of the last token of the state.
-    first_block = (before - 1).clamp(min=0) // size
-    num_blocks = (num_tokens + size - 1) // size + (0 if fresh else 1)
-    block = first_block[:, None] + torch.arange(num_blocks, device=q.device)
-    num_held = 0 if fresh else num_slots + options.salient
-
-    def place_of(position: Tensor) -> Tensor:
-        """Return the places of tokens at positions [B, L] among the state's and the new ones; -1 for none."""
-        new = (position - before[:, None] + padding[:, None] + num_held).clamp(max=num_held + num_tokens - 1)
-        if not fresh:
-            new = torch.where(position < before[:, None], ring_slot(position, num_slots, options.sinks), new)
-        return new.masked_fill((position < 0) | (position >= end[:, None]), -1)
-
-    place = place_of(
-        first_block[:, None] * size + torch.arange((1 - window) * size, num_blocks * size, device=q.device)
-    )
-    sinks = place_of(torch.arange(options.sinks, device=q.device).expand(batch, -1))[:, None]
-    valid = is_key
-    if not is_full:
-        k, v = (x.masked_fill(~is_key[:, :, None, None], 0) for x in (k, v))
-    if not fresh:
-        valid = torch.cat([state.valid, is_key.new_zeros(batch, options.salient), is_key], 1)
-        k, v = (torch.cat([held.transpose(1, 2), x.to(held.dtype)], 1) for held, x in ((state.k, k), (state.v, v)))
-    keys = list_keys(k, v, place, valid, sinks, block, options, is_full)
-    source = place[:, (window - 1) * size :] - num_held
-    source = source.masked_fill(source < 0, -1)
-    is_voter = is_key.gather(1, source.clamp(min=0)) & (source >= 0)
-    new_position = before[:, None] - padding[:, None] + torch.arange(num_tokens, device=q.device)
-    inverse = new_position - first_block[:, None] * size
-    inverse = inverse.masked_fill(new_position < before[:, None], -1)
-    if not is_full:
-        q = MoveTokens.apply(q, source, inverse)
-        position = first_block[:, None] * size + torch.arange(num_blocks * size, device=q.device)
-        is_voter = is_voter & (position >= state.furthest[:, None])
-    else:
-        q = resize_tokens(q, num_blocks * size)
-    o, chosen = attend_to_lists(q, is_voter, keys, options, None if fresh else state)
-    with torch.no_grad():
-        write_salient(state, chosen, keys, valid, place_of, before, end, options)
-    return resize_tokens(o, num_tokens) if is_full else MoveTokens.apply(o, inverse, source)
-
-
-def write_salient(
-    state: SalientState,
-    chosen: SalientTokens,
-    keys: KeyLists,
-    valid: Tensor,
-    place_of: Callable[[Tensor], Tensor],
-    before: Tensor,
-    end: Tensor,
-    options: WindowedOptions,
-) -> None:
-    """Bring a state of `before` tokens int64 [B] up to `end`, in place, after a run; `valid` bool [B, P] are its keys."""
-    num_slots, rows = state.valid.shape[1], torch.arange(len(end), device=end.device)
-    position = slot_positions(end, num_slots, options.sinks)
-    is_new, place = position >= before[:, None], place_of(position).clamp(min=0)
-    done = torch.maximum(before, state.furthest)
-    # The last block, of those of the run. Where no token is newer than all before a crop, nothing is chosen anew.
-    last = (torch.maximum(end, done) - 1).clamp(min=0) // options.block_size - keys.block[:, 0]
-    last, grows = last.clamp(max=keys.block.shape[1] - 1), (end > done)[:, None, None]
-    kept = chosen.place[rows, :, last]
-    for held, x in ((state.k, keys.k), (state.v, keys.v)):
-        both = torch.cat([place[:, None].expand(-1, x.shape[1], -1), kept.clamp(min=0)], 2)
-        is_written = torch.cat([is_new[:, None].expand(-1, x.shape[1], -1), grows.expand_as(kept)], 2)
-        values = x.gather(2, both[..., None].expand(-1, -1, -1, x.shape[3])).to(held.dtype)
-        held.copy_(torch.where(is_written[..., None], values, held))
-    state.valid.copy_(torch.where(is_new, valid.gather(1, place), state.valid))
-    state.rank.copy_(torch.where(grows, chosen.rank[rows, :, last], state.rank))
-    state.cast.copy_(torch.where(grows, chosen.votes[rows, :, last], state.cast))
-    state.final.masked_fill_(grows, -1)
-    state.position.copy_(end)
-
-
-@torch.no_grad()
-def salient_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: SalientState,
-    options: WindowedOptions,
-    *,
-    starts: Tensor | None = None,
-    key_mask: Tensor | None = None,
-) -> Tensor:
-    """Continue `salient_attention` by one token of every row, and update the state in place; see `continue_salient`.
-
-    The computation is the same for every position, so one compiled graph serves all steps. Rows with `starts` of 1 do not
-    take part: their state stays as it is.
-    """
-    size, reach, num_slots = options.block_size, options.window * options.block_size, state.valid.shape[1]
-    position, furthest = state.position, state.furthest
-    rows, heads = torch.arange(len(q), device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
-    place, tokens = position % size, torch.arange(size, device=q.device)
-    is_key = torch.ones_like(position, dtype=torch.bool) if key_mask is None else key_mask[:, 0]
-    is_part = torch.ones_like(is_key) if starts is None else starts.to(q.device) == 0
-    slot = ring_slot(position, num_slots, options.sinks)
-    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
-        held[rows[:, 0], :, slot] = new.masked_fill(~is_key[:, None, None], 0).to(held.dtype)
-    state.valid[rows[:, 0], slot] = is_key
-
-    # The first token of a block lets the tokens that leave the window compete, unless it was fed before a crop.
-    is_ahead = is_part & (position >= furthest)
-    last = torch.where(is_ahead, position, torch.maximum(position, furthest) - 1)
-    left_position = (last.clamp(min=0) // size * size - reach)[:, None] + tokens
-    left_slot = ring_slot(left_position.clamp(min=0), num_slots, options.sinks)
-    is_candidate = (left_position >= options.sinks) & state.valid[rows, left_slot]
-    opens = (is_ahead & (place == 0))[:, None, None]
-    state.final.copy_(torch.where(opens, state.cast.masked_fill(~is_candidate[:, None], -1), state.final))
-    state.cast.mul_(~opens)
-    # One of them is compared with the worst of the kept ones, and moved into its slot if it is better.
-    rank = rank_tokens(state.final.clamp(min=0), left_position[:, None], state.final >= 0)
-    now = place[:, None, None].expand(-1, len(heads), -1)
-    new_rank = rank.gather(2, now)[..., 0].masked_fill(~is_ahead[:, None], -1)
-    worst, index = state.rank.min(-1)
-    enters = new_rank > worst  # [B, G]
-    state.rank.scatter_(2, index[..., None], torch.where(enters, new_rank, worst)[..., None])
-    for held in (state.k, state.v):
-        old = held[rows, heads, num_slots + index]
-        new = held[rows, heads, left_slot.gather(1, place[:, None])]
-        held[rows, heads, num_slots + index] = torch.where(enters[..., None], new, old)
-
-    near = visible_slots(position, num_slots, size, options.window, options.sinks) & state.valid
-    # After a crop to an earlier block, some of these are in the window.
-    oldest = ((position // size + 1) * size - reach)[:, None]
-    pending = rank.masked_fill(
-        (left_position + reach <= last[:, None])[:, None] | (left_position >= oldest)[:, None], -1
-    )
-    kept = state.rank.masked_fill(position_of(state.rank) >= oldest[..., None], -1)
-    threshold = torch.cat([kept, pending], 2).topk(options.salient, -1).values[..., -1:].clamp(min=0)
-    is_pending = torch.zeros_like(near)[:, None].expand(-1, len(heads), -1)
-    is_pending = is_pending.scatter(2, left_slot[:, None].expand_as(pending), pending >= threshold)
-    mask = make_mask(torch.cat([near[:, None] | is_pending, kept >= threshold], 2)[:, :, None], state.k.dtype)
-    queries = q[:, 0].unflatten(1, (len(heads), -1)).to(state.k.dtype)
-    o, lse = softmax_forward(queries, state.k, state.v, mask, options.scale)
-    o = o.masked_fill((no_key(lse, mask.dtype) | ~is_part[:, None, None])[..., None], 0)
-
-    voted = (position // size * size - reach + size)[:, None] + tokens
-    voting = voting_places(options)
-    is_voter = is_ahead & is_key & (place % voting.step == voting.start)
-    voted_slot = ring_slot(voted.clamp(min=0), num_slots, options.sinks)
-    is_vote = (voted >= 0) & (voted <= position[:, None]) & state.valid[rows, voted_slot] & is_voter[:, None]
-    near_k = state.k[:, :, :num_slots]
-    _, lse = softmax_forward(queries, near_k, near_k, make_mask(near[:, None, None], near_k.dtype), options.scale)
-    voted_k = near_k.gather(2, voted_slot[:, None, :, None].expand(-1, len(heads), -1, near_k.shape[3]))
-    state.cast.add_(count_votes(queries[:, :, :, None], voted_k, lse[..., None], is_vote[:, None, None], options.scale))
-    state.position.add_(is_part)
-    return o.flatten(1, 2)[:, None].to(v.dtype)

@@ -13,7 +13,8 @@ from tools.ops_cases import build_windowed, distance, generated, salient_cases
 from mhla_hf.ops.windowed import salient
 from mhla_hf.ops.windowed.definition import salient_reference
 from mhla_hf.ops.windowed.inputs import WindowedOptions
-from mhla_hf.ops.windowed.salient import SalientState, continue_salient, salient_attention
+from mhla_hf.ops.windowed.salient import salient_attention
+from mhla_hf.ops.windowed.salient_decoding import SalientState, continue_salient
 
 TOKENS = 83
 FORMS = {

@@ -1,0 +1,339 @@
+"""The decoder state of `salient.py`, whose size does not depend on how many tokens came before.
+
+Every row has its own position. The ring holds one block more than attention reads: the tokens of the block that has just
+left the window are there until each step has compared one of them with the kept ones, and `crop` can take back up to a
+block. Every step does the same work, and reads no value on the host.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..state import RingState
+from ..torch_layout import MoveTokens, resize_tokens, ring_slot, slot_positions, visible_slots
+from .inputs import WindowedOptions
+from .salient import (
+    KeyLists,
+    SalientStart,
+    SalientTokens,
+    attend_to_lists,
+    count_votes,
+    list_keys,
+    position_of,
+    rank_tokens,
+    voting_places,
+)
+
+
+class SalientStep(NamedTuple):
+    """What one new token per row reads and writes; it depends on positions and padding alone, so layers can share it.
+
+    Args:
+        slot: int64 [B], the slot of the new token.
+        is_key, is_part: bool [B], whether it is a key, and whether its row takes part.
+        valid: bool [B, S], the slots that hold a real token, the new one included.
+        opens: bool [B, 1, 1], rows whose new token is the first of a block that no earlier token has opened.
+        left_position, left_slot: int64 [B, C], the tokens of the block that has left the window, and their slots.
+        is_candidate: bool [B, 1, C], which of them can be salient.
+        place: int64 [B], the place in its block of the new token, and of the token that is compared with the kept ones.
+        is_compared: bool [B, 1], whether there is such a token.
+        is_pending: bool [B, 1, C], which tokens that have left the window are neither kept nor dropped yet.
+        oldest: int64 [B, 1, 1], the first position in the window. After a crop, tokens in slots may be later.
+        near: bool [B, S], the slots of sinks and window.
+        voted_slot: int64 [B, C], the slots of the first block of the window.
+        is_vote: bool [B, 1, 1, C], for which of its tokens the new one votes.
+    """
+
+    slot: Tensor
+    is_key: Tensor
+    is_part: Tensor
+    valid: Tensor
+    opens: Tensor
+    left_position: Tensor
+    left_slot: Tensor
+    is_candidate: Tensor
+    place: Tensor
+    is_compared: Tensor
+    is_pending: Tensor
+    oldest: Tensor
+    near: Tensor
+    voted_slot: Tensor
+    is_vote: Tensor
+
+
+@torch.no_grad()
+def plan_salient_step(
+    position: Tensor,
+    furthest: Tensor,
+    valid: Tensor,
+    options: WindowedOptions,
+    starts: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> SalientStep:
+    """Plan a step of every row of a `SalientState`, which has these tensors."""
+    size, reach, num_slots = options.block_size, options.window * options.block_size, valid.shape[1]
+    rows, tokens = (
+        torch.arange(len(position), device=position.device)[:, None],
+        torch.arange(size, device=position.device),
+    )
+    place, first = position % size, position // size * size  # first token of the block
+    is_key = torch.ones_like(position, dtype=torch.bool) if key_mask is None else key_mask[:, 0]
+    is_part = torch.ones_like(is_key) if starts is None else starts.to(position.device) == 0
+    slot = ring_slot(position, num_slots, options.sinks)
+    valid = valid.scatter(1, slot[:, None], is_key[:, None])
+    # Tokens fed anew after a crop neither open blocks, nor compare tokens, nor vote.
+    is_ahead = is_part & (position >= furthest)
+    last = torch.where(is_ahead, position, torch.maximum(position, furthest) - 1)[:, None]
+    left_position = last.clamp(min=0) // size * size - reach + tokens
+    left_slot = ring_slot(left_position.clamp(min=0), num_slots, options.sinks)
+    oldest = first[:, None] + size - reach
+    near = visible_slots(position, num_slots, size, options.window, options.sinks) & valid
+    voted = oldest + tokens
+    voted_slot = ring_slot(voted.clamp(min=0), num_slots, options.sinks)
+    voting = voting_places(options)
+    is_voter = is_ahead & is_key & (place % voting.step == voting.start)
+    is_vote = (voted >= 0) & (voted <= position[:, None]) & valid[rows, voted_slot] & is_voter[:, None]
+    return SalientStep(
+        slot=slot,
+        is_key=is_key,
+        is_part=is_part,
+        valid=valid,
+        opens=(is_ahead & (place == 0))[:, None, None],
+        left_position=left_position,
+        left_slot=left_slot,
+        is_candidate=((left_position >= options.sinks) & valid[rows, left_slot])[:, None],
+        place=place,
+        is_compared=is_ahead[:, None],
+        is_pending=((left_position + reach > last) & (left_position < oldest))[:, None],
+        oldest=oldest[..., None],
+        near=near,
+        voted_slot=voted_slot,
+        is_vote=is_vote[:, None, None],
+    )
+
+
+@dataclass
+class SalientState(RingState):
+    """The decoder state of B rows: sinks, a ring of `window + 1` blocks, and N salient tokens per KV head.
+
+    It is changed in place, and its tensors keep their addresses while the number of rows stays the same. Nothing has a
+    gradient. S is the number of sinks and ring slots; `ring_slot` says which token is in which.
+
+    Args:
+        k: [B, G, S + N, D], keys: sinks, ring, and salient tokens.
+        v: [B, G, S + N, V], values.
+        valid: bool [B, S], the slots that hold a real token.
+        rank: int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot.
+        cast: int32 [B, G, C], the votes so far for the oldest block in the window of the last token.
+        final: int32 [B, G, C], the votes for the block that left this window; -1 for what is no candidate. Its tokens are
+            still in the ring, and visible if they are among the N best; each step moves one of them into a slot.
+    """
+
+    k: Tensor
+    v: Tensor
+    valid: Tensor
+    rank: Tensor
+    cast: Tensor
+    final: Tensor
+
+    @staticmethod
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
+    def empty(k: Tensor, v: Tensor, options: WindowedOptions) -> "SalientState":
+        """Create a state without tokens, for k and v [B, T, G, ..] like these."""
+        batch, num_kv_heads = len(k), k.shape[2]
+        num_slots = options.sinks + (options.window + 1) * options.block_size
+        length, size, count = num_slots + options.salient, options.block_size, options.salient
+        return SalientState(
+            block_size=size,
+            position=k.new_zeros(batch, dtype=torch.int64),
+            furthest=k.new_zeros(batch, dtype=torch.int64),
+            k=k.new_zeros(batch, num_kv_heads, length, k.shape[-1]),
+            v=v.new_zeros(batch, num_kv_heads, length, v.shape[-1]),
+            valid=k.new_zeros(batch, num_slots, dtype=torch.bool),
+            rank=k.new_full((batch, num_kv_heads, count), -1, dtype=torch.int64),
+            cast=k.new_zeros(batch, num_kv_heads, size, dtype=torch.int32),
+            final=k.new_full((batch, num_kv_heads, size), -1, dtype=torch.int32),
+        )
+
+    def plan_step(
+        self, options: WindowedOptions, starts: Tensor | None = None, key_mask: Tensor | None = None
+    ) -> "SalientStep":
+        """Plan the step of one new token of every row; see `continue_salient` for the arguments."""
+        return plan_salient_step(self.position, self.furthest, self.valid, options, starts, key_mask)
+
+    def start(self, options: WindowedOptions) -> SalientStart:
+        """Return the salient tokens from which a run goes on."""
+        size, reach, num_slots = self.block_size, options.window * self.block_size, self.valid.shape[1]
+        last = torch.maximum(self.position, self.furthest)[:, None] - 1
+        block = last.clamp(min=0) // size
+        position = block * size - reach + torch.arange(size, device=last.device)  # of the tokens of `final`
+        is_left = (position + reach > last)[:, None] & (self.final >= 0)  # and not in a slot yet
+        rank = torch.cat([self.rank, rank_tokens(self.final.clamp(min=0), position[:, None], is_left)], 2)
+        left = ring_slot(position.clamp(min=0), num_slots, options.sinks)[:, None].expand_as(self.final)
+        held = num_slots + torch.arange(options.salient, device=last.device).expand_as(self.rank)
+        return SalientStart(block, self.cast, rank, torch.cat([held, left], 2))
+
+
+def continue_salient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: SalientState,
+    options: WindowedOptions,
+    *,
+    starts: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    fresh: bool = False,
+    plan: SalientStep | None = None,
+) -> Tensor:
+    """Compute `salient_attention` for T new tokens of every row after those of the state, and update the state in place.
+
+    Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
+
+    Args:
+        q, k, v, options, starts, key_mask: As in `salient_attention`; `starts` are counted from the first new token.
+        state: The state; changed in place.
+        fresh: Whether the state is empty, so that it need not be read.
+        plan: For a single token: the plan of its step, if another layer has made it already.
+
+    Returns:
+        [B, T, H, V] in v's dtype, zeros at padding.
+    """
+    if q.shape[1] == 1 and not fresh:
+        return salient_step(q, k, v, state, options, plan or state.plan_step(options, starts, key_mask))
+    batch, num_tokens, size, window = *q.shape[:2], options.block_size, options.window
+    num_slots, before = state.valid.shape[1], state.position.clone()
+    padding = torch.zeros_like(before) if starts is None else starts.to(q.device)
+    end = before + num_tokens - padding
+    is_key = q.new_ones(batch, num_tokens, dtype=torch.bool) if key_mask is None else key_mask
+    is_key = is_key & (torch.arange(num_tokens, device=q.device) >= padding[:, None])
+    is_full = fresh and starts is None and key_mask is None and not torch.compiler.is_compiling()
+    # The run begins with the block of the last token of the state.
+    first_block = (before - 1).clamp(min=0) // size
+    num_blocks = (num_tokens + size - 1) // size + (0 if fresh else 1)
+    block = first_block[:, None] + torch.arange(num_blocks, device=q.device)
+    num_held = 0 if fresh else num_slots + options.salient
+
+    def place_of(position: Tensor) -> Tensor:
+        """Return the places of tokens at positions [B, L] among the state's and the new ones; -1 for none."""
+        new = (position - before[:, None] + padding[:, None] + num_held).clamp(max=num_held + num_tokens - 1)
+        if not fresh:
+            new = torch.where(position < before[:, None], ring_slot(position, num_slots, options.sinks), new)
+        return new.masked_fill((position < 0) | (position >= end[:, None]), -1)
+
+    place = place_of(
+        first_block[:, None] * size + torch.arange((1 - window) * size, num_blocks * size, device=q.device)
+    )
+    sinks = place_of(torch.arange(options.sinks, device=q.device).expand(batch, -1))[:, None]
+    valid = is_key
+    if not is_full:
+        k, v = (x.masked_fill(~is_key[:, :, None, None], 0) for x in (k, v))
+    if not fresh:
+        valid = torch.cat([state.valid, is_key.new_zeros(batch, options.salient), is_key], 1)
+        k, v = (torch.cat([held.transpose(1, 2), x.to(held.dtype)], 1) for held, x in ((state.k, k), (state.v, v)))
+    keys = list_keys(k, v, place, valid, sinks, block, options, is_full)
+    source = place[:, (window - 1) * size :] - num_held
+    source = source.masked_fill(source < 0, -1)
+    is_voter = is_key.gather(1, source.clamp(min=0)) & (source >= 0)
+    new_position = before[:, None] - padding[:, None] + torch.arange(num_tokens, device=q.device)
+    inverse = new_position - first_block[:, None] * size
+    inverse = inverse.masked_fill(new_position < before[:, None], -1)
+    if not is_full:
+        q = MoveTokens.apply(q, source, inverse)
+        position = first_block[:, None] * size + torch.arange(num_blocks * size, device=q.device)
+        is_voter = is_voter & (position >= state.furthest[:, None])
+    else:
+        q = resize_tokens(q, num_blocks * size)
+    o, chosen = attend_to_lists(q, is_voter, keys, options, None if fresh else state.start(options))
+    with torch.no_grad():
+        write_salient(state, chosen, keys, valid, place_of, before, end, options)
+    return resize_tokens(o, num_tokens) if is_full else MoveTokens.apply(o, inverse, source)
+
+
+def write_salient(
+    state: SalientState,
+    chosen: SalientTokens,
+    keys: KeyLists,
+    valid: Tensor,
+    place_of: Callable[[Tensor], Tensor],
+    before: Tensor,
+    end: Tensor,
+    options: WindowedOptions,
+) -> None:
+    """Bring a state of `before` tokens int64 [B] up to `end`, in place, after a run; `valid` bool [B, P] are its keys."""
+    num_slots, rows = state.valid.shape[1], torch.arange(len(end), device=end.device)
+    position = slot_positions(end, num_slots, options.sinks)
+    is_new, place = position >= before[:, None], place_of(position).clamp(min=0)
+    done = torch.maximum(before, state.furthest)
+    # The last block, of those of the run. Where no token is newer than all before a crop, nothing is chosen anew.
+    last = (torch.maximum(end, done) - 1).clamp(min=0) // options.block_size - keys.block[:, 0]
+    last, grows = last.clamp(max=keys.block.shape[1] - 1), (end > done)[:, None, None]
+    kept = chosen.place[rows, :, last]
+    for held, x in ((state.k, keys.k), (state.v, keys.v)):
+        both = torch.cat([place[:, None].expand(-1, x.shape[1], -1), kept.clamp(min=0)], 2)
+        is_written = torch.cat([is_new[:, None].expand(-1, x.shape[1], -1), grows.expand_as(kept)], 2)
+        values = x.gather(2, both[..., None].expand(-1, -1, -1, x.shape[3])).to(held.dtype)
+        held.copy_(torch.where(is_written[..., None], values, held))
+    state.valid.copy_(torch.where(is_new, valid.gather(1, place), state.valid))
+    state.rank.copy_(torch.where(grows, chosen.rank[rows, :, last], state.rank))
+    state.cast.copy_(torch.where(grows, chosen.votes[rows, :, last], state.cast))
+    state.final.masked_fill_(grows, -1)
+    state.position.copy_(end)
+
+
+@torch.no_grad()
+def salient_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: SalientState,
+    options: WindowedOptions,
+    plan: SalientStep,
+) -> Tensor:
+    """Continue `salient_attention` by one token of every row, and update the state in place; see `continue_salient`.
+
+    The computation is the same for every position, so one compiled graph serves all steps. Rows with `starts` of 1 do not
+    take part: their state stays as it is.
+    """
+    num_slots, num_kv_heads = state.valid.shape[1], k.shape[2]
+    rows, heads = torch.arange(len(q), device=q.device)[:, None], torch.arange(num_kv_heads, device=q.device)
+    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
+        held[rows[:, 0], :, plan.slot] = new.masked_fill(~plan.is_key[:, None, None], 0).to(held.dtype)
+    state.valid.copy_(plan.valid)
+    # The first token of a block lets the tokens that leave the window compete.
+    cast = state.cast.masked_fill(~plan.is_candidate, -1)
+    state.final.copy_(torch.where(plan.opens, cast, state.final))
+    state.cast.masked_fill_(plan.opens, 0)
+    # One of them is compared with the worst of the kept ones, and moved into its slot if it is better.
+    rank = rank_tokens(state.final.clamp(min=0), plan.left_position[:, None], state.final >= 0)
+    worst, index = state.rank.min(-1)
+    new_rank = rank[rows, heads, plan.place[:, None]]  # [B, G]
+    enters = (new_rank > worst) & plan.is_compared
+    state.rank.scatter_(2, index[..., None], torch.where(enters, new_rank, worst)[..., None])
+    new_slot = plan.left_slot[rows, plan.place[:, None]]
+    for held in (state.k, state.v):
+        moved = torch.where(enters, new_slot, num_slots + index)  # or stay
+        held[rows, heads, num_slots + index] = held[rows, heads, moved]
+
+    pending = rank.masked_fill(~plan.is_pending, -1)
+    kept = state.rank.masked_fill(position_of(state.rank) >= plan.oldest, -1)
+    threshold = torch.cat([kept, pending], 2).topk(options.salient, -1).values[..., -1:].clamp(min=0)
+    near = plan.near[:, None].expand(-1, num_kv_heads, -1)
+    left_slot = plan.left_slot[:, None].expand_as(pending)
+    near = near.scatter(2, left_slot, near.gather(2, left_slot) | (pending >= threshold))
+    seen = torch.cat([near, kept >= threshold], 2)[:, :, None]
+
+    dtype = torch.promote_types(state.k.dtype, torch.float32)
+    queries = q[:, 0].unflatten(1, (num_kv_heads, -1)).to(dtype)
+    score = (queries @ state.k.to(dtype).mT) * options.scale  # [B, G, H / G, S + N]
+    weight = score.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)  # nan where nothing is seen
+    o = weight @ state.v.to(dtype)
+
+    lse = score[..., :num_slots].masked_fill(~plan.near[:, None, None], float("-inf")).logsumexp(-1)
+    voted = plan.voted_slot[:, None, None].expand(-1, *score.shape[1:3], -1)
+    state.cast.add_(count_votes(score.gather(3, voted)[..., None, :], lse[..., None], plan.is_vote))
+    state.position.add_(plan.is_part)
+    return o.masked_fill(~plan.is_part[:, None, None, None], 0).flatten(1, 2)[:, None].to(v.dtype)
