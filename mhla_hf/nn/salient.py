@@ -12,7 +12,7 @@ from torch import nn
 
 from ..ops.windowed.inputs import WindowedOptions
 from ..ops.windowed.salient import salient_attention
-from ..ops.windowed.salient_decoding import SalientState, continue_salient
+from ..ops.windowed.salient_decoding import SalientState, continue_salient, fill_salient
 from .core import check_no_gradients, move_tokens, padding_first, without_padding
 from .heads import HeadSplit
 from .settings import MHLASettings, check_settings
@@ -96,7 +96,12 @@ class SalientCore(nn.Module):
     @torch.no_grad()
     def remember(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any, cos_sin: None = None) -> None:
         """Put tokens that fit the window into an empty `cache`; q [B, T, H, K], k, and v are those of the MHLA heads."""
-        self(q, k, v, cache=cache)
+        if k.shape[1] <= (self.options.window - 1) * self.options.block_size:
+            k = k.to(v.dtype)
+            cache.state = self.new_state(k, v)
+            fill_salient(k, v, cache.state, self.options)
+        else:
+            self(q, k, v, cache=cache)
 
     def new_state(self, k: torch.Tensor, v: torch.Tensor, cos_sin: None = None) -> SalientState:
         """Create a state without tokens, for k and v [B, T, G, ..] of the MHLA heads like these."""

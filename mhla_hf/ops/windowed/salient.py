@@ -279,8 +279,10 @@ def attend_to_lists(
         if begin >= full:
             mask = make_mask(F.pad(causal, (0, options.salient), value=True)[None, None], q.dtype)
         else:
-            is_near = (keys.is_near[:, begin:end, None, None] & causal).expand(len(q), -1, num_kv_heads, -1, -1)
-            is_kept = (kept >= 0).transpose(1, 2)[..., None, :].expand(*is_near.shape[:4], -1)
+            # The kept tokens are sorted, so without padding all heads have theirs in the same places.
+            is_kept = (kept[:, :1] if keys.is_full else kept).transpose(1, 2)[..., None, :] >= 0
+            is_near = (keys.is_near[:, begin:end, None, None] & causal).expand(len(q), -1, is_kept.shape[2], -1, -1)
+            is_kept = is_kept.expand(*is_near.shape[:4], -1)
             mask = make_mask(torch.cat([is_near, is_kept], 4).flatten(0, 1), q.dtype)
         o = ListedSoftmax.apply(queries, flat_k, flat_v, rows, mask, options.scale)
         outputs.append(by_token(o, len(q), size))

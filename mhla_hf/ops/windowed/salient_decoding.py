@@ -24,6 +24,7 @@ from .salient import (
     list_keys,
     position_of,
     rank_tokens,
+    take_rows,
     voting_places,
 )
 
@@ -253,6 +254,16 @@ def continue_salient(
     return resize_tokens(o, num_tokens) if is_full else MoveTokens.apply(o, inverse, source)
 
 
+@torch.no_grad()
+def fill_salient(k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions) -> None:
+    """Put T tokens of every row into an empty state, in place, T at most `window - 1` blocks: no query votes yet."""
+    slots = ring_slot(torch.arange(k.shape[1], device=k.device), state.valid.shape[1], options.sinks)
+    state.k[:, :, slots] = k.transpose(1, 2)
+    state.v[:, :, slots] = v.transpose(1, 2)
+    state.valid[:, slots] = True
+    state.position.add_(k.shape[1])
+
+
 def write_salient(
     state: SalientState,
     chosen: SalientTokens,
@@ -272,11 +283,12 @@ def write_salient(
     last = (torch.maximum(end, done) - 1).clamp(min=0) // options.block_size - keys.block[:, 0]
     last, grows = last.clamp(max=keys.block.shape[1] - 1), (end > done)[:, None, None]
     kept = chosen.place[rows, :, last]
+    num_kv_heads = kept.shape[1]
+    places = torch.cat([place[:, None].expand(-1, num_kv_heads, -1), kept.clamp(min=0)], 2)
+    is_written = torch.cat([is_new[:, None].expand(-1, num_kv_heads, -1), grows.expand_as(kept)], 2)[..., None]
     for held, x in ((state.k, keys.k), (state.v, keys.v)):
-        both = torch.cat([place[:, None].expand(-1, x.shape[1], -1), kept.clamp(min=0)], 2)
-        is_written = torch.cat([is_new[:, None].expand(-1, x.shape[1], -1), grows.expand_as(kept)], 2)
-        values = x.gather(2, both[..., None].expand(-1, -1, -1, x.shape[3])).to(held.dtype)
-        held.copy_(torch.where(is_written[..., None], values, held))
+        values = take_rows(x.flatten(0, 2), keys.rows(places[:, :, None], num_kv_heads))
+        held.copy_(torch.where(is_written, values.to(held.dtype), held))
     state.valid.copy_(torch.where(is_new, valid.gather(1, place), state.valid))
     state.rank.copy_(torch.where(grows, chosen.rank[rows, :, last], state.rank))
     state.cast.copy_(torch.where(grows, chosen.votes[rows, :, last], state.cast))
