@@ -21,6 +21,7 @@ from mhla_hf.checkpoints.file_io import write_text
 from mhla_hf.conversion.sizes import sizes_of_layers
 from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
+from mhla_hf.nn.settings import SALIENT
 from mhla_hf.training.recipe import read_recipe
 
 from .attention import render_random_rank
@@ -140,7 +141,7 @@ def render_cache(_: Any = None) -> str:
         num_key_value_heads=8, head_dim=64,
     )  # fmt: skip
     with torch.device("meta"):
-        model = convert(LlamaForCausalLM(config).bfloat16().eval(), layers="all")
+        model = convert(LlamaForCausalLM(config).bfloat16().eval(), layers="all", salient=SALIENT)
     (layer,) = sizes_of_layers(model).values()
     lines = []
     for length in (512, 2048, 8192):
@@ -153,12 +154,12 @@ def draw_gains(path: Path) -> None:
     """Draw the first picture of the README from the records of speed and quality, up to the positions of SmolLM2."""
     speed_rows = json.loads((ROOT / "docs/bench/speed.json").read_text(encoding="utf-8"))["rows"]
     rows = json.loads((ROOT / "docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
-    heads = next(row for row in rows if row["far"])
+    heads = rows[0]
     cache = {length: (heads["whole_bytes"][str(length)], heads["bytes"][str(length)]) for length in BYTES_AT}
     single_rows = [row for row in speed_rows if row["batch"] == 1 and row["length"] <= BYTES_AT[-1]]
     time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in single_rows}
     quality: dict[str, dict[str, float]] = {}
-    labels = {("MHLA", 15): "MHLA", ("wide window", 15): "window, same heads", ("window", 0): "window alone"}
+    labels = {("salient 128", 15): "MHLA, 15 heads", ("salient 256", 6): "MHLA, 6 heads, 256 salient tokens"}
     for form, label in labels.items():
         of_form = (row for row in rows if (row["form"], row["heads"]) == form and row["text"].startswith("wiki"))
         places = next(row["places"] for row in of_form if row["seed"] == 0)

@@ -25,7 +25,8 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=128,
 model.config.save_pretrained("base")
 mhla_hf.convert(model, layers="2/3", block_size=16).save_pretrained("made")
 ids = torch.randint(64, (2, 70))
-save_file({"input_ids": ids, "logits": model(ids).logits.detach().contiguous()}, "said.safetensors")
+with torch.no_grad():
+    save_file({"input_ids": ids, "logits": model(ids).logits.contiguous()}, "said.safetensors")
 print(mhla_hf.__file__)
 """
 
