@@ -54,18 +54,17 @@ def convert(
             A pipeline that was not given, but holds the transformer, needs `pipe.transformer = model` before it is saved.
         settings: All settings at once. Default: those of the model's family.
         tokenizer: The model's tokenizer, needed if `text` is not token ids.
-        text: What to choose heads and to learn from; about 6,000 tokens of it are read, 50,000 with `salient=0`, or 100,000
-            for an encoder. A text file, a folder of text files, a dataset, a list of texts, int64 token ids [N], or "self"
-            for text that a language model samples.
-            Default: nothing is learned, since training may follow; `mhla-hf convert` takes "self" for a language model.
+        text: What to choose heads by and to learn from: a text file, a folder of text files, a dataset, a list of texts,
+            int64 token ids [N], or "self" for text that a language model samples. About 6,000 tokens are read, 50,000 with
+            `salient=0`, 100,000 for an encoder. Default: none, since training may follow; `mhla-hf convert` takes "self".
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             the softmax original samples eight. For a vision model, unlabeled images [N, C, height, width]. Else a function
             that runs the pipeline, called several times: `lambda generator: pipe("a cat", generator=generator)`.
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
-            percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". 0: none.
-            Default: "auto", as few heads as keep the estimated KL to the original within 0.01 nats per token. Not for
-            encoders, which have no cache. With `samples`, how many of the converted layers get softmax
-            back: those that change the output most. Default: the family's number; none if `settings` or `layers` is given.
+            percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". Default:
+            "auto", as few heads as keep the estimated KL to the original within 0.01 nats per token. With `samples`, how
+            many converted layers get softmax back: those that change the output most. Default: the family's number; none if
+            `settings` or `layers` is given.
         context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; before those of `settings`.
             Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.

@@ -43,16 +43,14 @@ class SoftmaxCore(nn.Module):
 class ChangedCore(nn.Module):
     """Computes softmax attention in place of an MHLA core, plus `change` [T, G] times what MHLA would change; it is zero.
 
-    So the gradient of `change` is the effect of MHLA, to first order, on each token and KV head. The first of two forward
-    passes must be that of `recomputed_layers`, whose tensors are not kept: MHLA is computed in the second only. `notify` is
-    called after each.
+    So the gradient of `change` is the effect of MHLA, to first order, on each token and KV head. `notify` is called after
+    each forward pass.
     """
 
     def __init__(self, core: Any, num_tokens: int, notify: Callable[[], object]) -> None:
         super().__init__()
         self.core, self.notify = core, notify
         self.change = nn.Parameter(torch.zeros(num_tokens, core.num_kv_heads))
-        self.is_recomputed = False
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
@@ -60,8 +58,7 @@ class ChangedCore(nn.Module):
         """Attend to rows without padding."""
         o = softmax_attention(q, k, v, scale, self.core.causal)
         with torch.no_grad():
-            difference = self.core(q, k, v, scale=scale, **options) - o if self.is_recomputed else torch.zeros_like(o)
-        self.is_recomputed = True
+            difference = self.core(q, k, v, scale=scale, **options) - o
         self.notify()
         change = self.change.to(o).repeat_interleave(q.shape[2] // k.shape[2], 1)
         return o + change[..., None] * difference

@@ -1,6 +1,6 @@
 """Tensor layouts of the PyTorch implementation: tokens by block, heads one by one or together, padding moved aside."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,6 +162,58 @@ def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tup
     block = torch.arange(num_blocks, device=borders.device)
     sequence_id = torch.searchsorted(last_block, block, right=True)
     return source[None], inverse[None], block - first_block[sequence_id], sequence_id
+
+
+class Alignment(NamedTuple):
+    """Tokens moved so that every sequence begins at a block edge; see `align_blocks`.
+
+    Args:
+        block: int64 [M], the index of each block in its sequence.
+        valid: bool [B, T'], which of the T' moved tokens are keys; None if all are.
+        sequence_id: Int [M], the sequence of each block if several are packed, else None.
+        source, inverse: The gathers of `MoveTokens`; None if no token moves.
+    """
+
+    block: Tensor
+    valid: Tensor | None
+    sequence_id: Tensor | None
+    source: Tensor | None
+    inverse: Tensor | None
+
+    def move(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Move tokens, [B, T, ..] -> [B, T', ..]."""
+        return (
+            tensors if self.source is None else tuple(MoveTokens.apply(x, self.source, self.inverse) for x in tensors)
+        )
+
+    def take_back(self, o: Tensor) -> Tensor:
+        """Undo `move`."""
+        return o if self.source is None else MoveTokens.apply(o, self.inverse, self.source)
+
+
+def align_blocks(
+    q: Tensor, block_size: int, key_mask: Tensor | None, starts: Tensor | None, cu_seqlens: Tensor | None
+) -> Alignment:
+    """Align left-padded rows or packed sequences to blocks; q is [B, T, ..], the other arguments are as in `mhla`.
+
+    Raises:
+        ValueError: If both `starts` and `cu_seqlens` are given.
+    """
+    if starts is not None and cu_seqlens is not None:
+        raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
+    batch, num_tokens = q.shape[:2]
+    block = torch.arange((num_tokens + block_size - 1) // block_size, device=q.device)
+    sequence_id = None
+    if cu_seqlens is not None:
+        source, inverse, block, sequence_id = align_sequences(cu_seqlens, num_tokens, block_size)
+    elif starts is not None:
+        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
+    else:
+        return Alignment(block, key_mask, None, None, None)
+    valid = (source >= 0).expand(batch, -1)
+    if key_mask is not None:
+        valid = valid & key_mask.gather(1, source.clamp(min=0).expand(batch, -1))
+    return Alignment(block, valid, sequence_id, source, inverse)
 
 
 def mixing_of_sequences(mixing: Tensor, block_index: Tensor, sequence_id: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Attention layers of converted models inside vLLM: MHLA heads with their states in pages, softmax heads with paged keys."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
 from typing import Any, NamedTuple
@@ -62,8 +63,9 @@ class StatePage(MambaBase):
 class PagedCore:
     """Mixin for cores whose states are in vLLM's pages.
 
-    Its `table` is the `RotationTable` of the model, or its `without_rotation` in a layer without one; `attention` is None
-    before the first batch and after weights were loaded; `memory` are the first layer's pages for which it was made.
+    Its `table` is the `RotationTable` of the model, or its `without_rotation` in a layer without one. `attention` is what
+    `make_attention` returned, None before the first batch and after weights were loaded; `memory` are the first layer's
+    pages for which it was made.
     """
 
     settings: MHLASettings
@@ -74,6 +76,7 @@ class PagedCore:
     name: str
     page_names: list[str]
     table: Any
+    make_attention: Callable[[PagePool], PagedAttention | PagedSalientAttention]
     attention: PagedAttention | PagedSalientAttention | None = None
     memory: torch.Tensor | None = None
 
@@ -88,10 +91,6 @@ class PagedCore:
         context[name] = self
         for page_name in self.page_names:
             context[page_name] = StatePage(layout, self.num_kv_heads // heads_per_page)
-
-    def make_attention(self, pool: PagePool) -> PagedAttention | PagedSalientAttention:
-        """Return the attention over pages."""
-        raise NotImplementedError
 
     def attend(self, tokens: NewTokens) -> torch.Tensor:
         """Attend to all tokens of vLLM's batch, tensors [1, T, ..] -> [1, T, H, V] in at least fp32."""

@@ -23,15 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import divide_or_zero
-from ..torch_layout import (
-    DifferentiableOnce,
-    MoveTokens,
-    align_sequences,
-    by_block,
-    by_token,
-    resize_tokens,
-    shift_to_start,
-)
+from ..torch_layout import DifferentiableOnce, align_blocks, by_block, by_token, resize_tokens
 from .decays import Decays, block_distances, decayed_sums, powers
 from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
@@ -102,28 +94,12 @@ def windowed_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     Raises:
         ValueError: If both `starts` and `cu_seqlens` are given.
     """
-    q, k, v, q_features, _, _, options, key_mask, starts, cu_seqlens = inputs
-    num_tokens, size = q.shape[1], options.block_size
-    if starts is not None and cu_seqlens is not None:
-        raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
-    valid, inverse, block_index, sequence_id = key_mask, None, None, None
-    if starts is not None:
-        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
-    if cu_seqlens is not None:
-        source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, num_tokens, size)
-    if inverse is not None:
-        q, k, v, q_features, k_features = (
-            MoveTokens.apply(x, source, inverse) for x in (q, k, v, q_features, k_features)
-        )
-        valid = (source >= 0).expand(len(q), -1)
-        if key_mask is not None:
-            valid = valid & key_mask.gather(1, source.clamp(min=0).expand(len(q), -1))
-        inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
-    if block_index is None:
-        block_index = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
-    run = BlockRun(inputs, k_features, block_index[None], valid, sequence_id)
-    o, _ = attend_run(run)
-    return o if inverse is None else MoveTokens.apply(o, inverse, source)
+    q, k, v, q_features, _, _, options, *padding = inputs
+    aligned = align_blocks(q, options.block_size, *padding)
+    q, k, v, q_features, k_features = aligned.move(q, k, v, q_features, k_features)
+    inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
+    o, _ = attend_run(BlockRun(inputs, k_features, aligned.block[None], aligned.valid, aligned.sequence_id))
+    return aligned.take_back(o)
 
 
 def two_way_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:

@@ -17,15 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..torch_layout import (
-    DifferentiableOnce,
-    MoveTokens,
-    align_sequences,
-    by_block,
-    by_token,
-    resize_tokens,
-    shift_to_start,
-)
+from ..torch_layout import DifferentiableOnce, align_blocks, by_block, by_token, resize_tokens
 from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedOptions
 
@@ -175,36 +167,21 @@ def salient_attention(
     Raises:
         ValueError: If both `starts` and `cu_seqlens` are given.
     """
-    num_tokens, size = q.shape[1], options.block_size
-    if starts is not None and cu_seqlens is not None:
-        raise ValueError("starts: got a tensor along with cu_seqlens, expected None.")
-    valid, inverse, block = key_mask, None, None
-    if starts is not None:
-        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
-    if cu_seqlens is not None:
-        source, inverse, block, _ = align_sequences(cu_seqlens, num_tokens, size)
-    if inverse is not None:
-        q, k, v = (MoveTokens.apply(x, source, inverse) for x in (q, k, v))
-        valid = (source >= 0).expand(len(q), -1)
-        if key_mask is not None:
-            valid = valid & key_mask.gather(1, source.clamp(min=0).expand(len(q), -1))
-    is_full = valid is None and not torch.compiler.is_compiling()
-    if block is None:
-        block = torch.arange((q.shape[1] + size - 1) // size, device=q.device)
-    length = len(block) * size
-    valid = q.new_ones(1, q.shape[1], dtype=torch.bool) if valid is None else valid
-    valid = resize_tokens(valid, length) & (torch.arange(length, device=q.device) < q.shape[1])
-    k, v = (resize_tokens(x, length) for x in (k, v))
+    size, aligned = options.block_size, align_blocks(q, options.block_size, key_mask, starts, cu_seqlens)
+    q, k, v = aligned.move(q, k, v)
+    block, num_tokens, length = aligned.block, q.shape[1], len(aligned.block) * size
+    is_full = aligned.valid is None and not torch.compiler.is_compiling()
+    valid = q.new_ones(1, num_tokens, dtype=torch.bool) if aligned.valid is None else aligned.valid
+    valid = resize_tokens(valid, length) & (torch.arange(length, device=q.device) < num_tokens)
+    q, k, v = (resize_tokens(x, length) for x in (q, k, v))
     if not is_full:
         k, v = (x.masked_fill(~valid[:, :, None, None], 0) for x in (k, v))
     place = torch.arange(-(options.window - 1) * size, length, device=q.device)[None]
     sinks = (torch.arange(len(block), device=q.device) - block)[:, None] * size
     sinks = sinks + torch.arange(options.sinks, device=q.device)  # [M, S]
     keys = list_keys(k, v, place, valid, sinks[None], block[None], options, is_full)
-    is_voter = valid if len(valid) == len(q) else valid.expand(len(q), -1)
-    o, _ = attend_to_lists(resize_tokens(q, length), is_voter, keys, options)
-    o = resize_tokens(o, num_tokens if inverse is None else source.shape[1])
-    return o if inverse is None else MoveTokens.apply(o, inverse, source)
+    o, _ = attend_to_lists(q, valid.expand(len(q), -1), keys, options)
+    return aligned.take_back(resize_tokens(o, num_tokens))
 
 
 def list_keys(
