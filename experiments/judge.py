@@ -24,12 +24,12 @@ from mhla_hf.evaluation.language import load_tasks, quiet_harness
 from mhla_hf.evaluation.recall import filler_lines, make_text
 from mhla_hf.models.transformers_api import forward_cached
 
-from .heads import FORMS, converted, load, load_tokenizer, read_text
+from .heads import FORMS, converted, load, load_folder, load_tokenizer, read_text
 from .rows import Row, add_rows, describe_setup, format_mean, make_parser, markdown, parse_call
 
 SOFTMAX = "softmax"
-LENGTHS = {1024: 2, 4096: 1, 8192: 1}  # tokens of a long text: number of texts
-FACTS = {1024: (12, 12), 4096: (12, 24), 8192: (12, 24)}  # tokens of a long text: number of codes and of lookups in it
+LENGTHS = {1024: 7, 2048: 2, 4096: 2, 8192: 2}  # tokens of a long text: number of texts per file
+FACTS = {1024: (5, 5), 2048: (12, 24), 4096: (12, 24), 8192: (12, 24)}  # number of codes and of lookups in a text
 NEAR = 448  # tokens at the end of a text that have no facts, so that all facts have left the window
 SHOWN = 3  # other facts repeated before a question, as examples of the format
 TASKS = {  # folder in lm-eval, examples in the prompt: about 1,100 tokens
@@ -63,14 +63,16 @@ Question = tuple[list[int], list[int], list[int]]  # token ids of question, answ
 
 @functools.lru_cache(maxsize=2)
 def load_subject(model_folder: str, fit_text: str, work: str, form: str, heads: int) -> tuple[Any, Any]:
-    """Load the original, or make a conversion to a form of `experiments.heads`, with its tokenizer."""
+    """Load the original, a saved conversion or adapter from a folder, or make a conversion to a form of
+    `experiments.heads`, with its tokenizer."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     tokenizer = load_tokenizer(model_folder)
     if form == SOFTMAX:
         return load(model_folder), tokenizer
-    arguments = {"model": model_folder, "fit": fit_text, "work": work}
-    return converted(arguments, {"form": form, "heads": heads, "seed": 0})[0], tokenizer
+    arguments = {"model": model_folder, "fit": fit_text, "work": work, "folders": [form]}
+    job = {"form": Path(form).name, "heads": heads, "seed": 0}
+    return converted(arguments, job)[0] if form in FORMS else load_folder(arguments, job), tokenizer
 
 
 @torch.no_grad()
@@ -99,12 +101,13 @@ def answer_scores(model: Any, prefix: Sequence[int], questions: Sequence[Questio
     return scores
 
 
-def judge_lookups(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
-    """Ask about facts that stand between the lines of the text file `data`.
+def judge_lookups(model: Any, tokenizer: Any, data: Sequence[str], job: Row) -> dict[str, Any]:
+    """Ask about facts that stand between the lines of a text file.
 
     "answers" has, for each question, [kind, tokens back, log-probability of the answer, whether it is right].
     """
-    ids, rows = make_lookups(tokenizer, read_text(data), job["length"], job["seed"])
+    text = next(text for text in data if Path(text).name == job["text"])
+    ids, rows = make_lookups(tokenizer, read_text(text), job["length"], job["seed"])
     scores = answer_scores(model, ids, [question for _, _, question in rows])
     return {"answers": [[kind, back, *score] for (kind, back, _), score in zip(rows, scores, strict=True)]}
 
@@ -153,16 +156,16 @@ class PrefixReader(HFLM):
         return answer_scores(self.model, prefix, questions)
 
 
-def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
+def judge_task(model: Any, tokenizer: Any, data: Sequence[str], job: Row) -> dict[str, Any]:
     """Evaluate a few-shot task of lm-eval, with its first documents as the examples in every prompt.
 
-    `data` is what `mhla-hf evaluate --data-files` takes. "answers" has, for each document, [its index, whether the answer
-    is right, log-likelihoods of the choices].
+    The first of `data` is what `mhla-hf evaluate --data-files` takes. "answers" has, for each document, [its index, whether
+    the answer is right, log-likelihoods of the choices].
     """
     name = job["task"]
     folder, shots = TASKS[name]
     task_folder = Path(lm_eval.tasks.__file__).parent / folder
-    loaded = load_tasks([name], task_folder, num_fewshot=shots, data_files=data)[0].loaded
+    loaded = load_tasks([name], task_folder, num_fewshot=shots, data_files=data[0])[0].loaded
     task = loaded["tasks"][name]
     task.sampler = FirstNSampler(task.eval_docs.to_list())
     reader = PrefixReader(pretrained=model, tokenizer=tokenizer)
@@ -175,14 +178,14 @@ def judge_task(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any
     return {"shots": shots, "shared_tokens": reader.shared, "answers": sorted(answers)}
 
 
-def judge_chats(model: Any, tokenizer: Any, data: str, job: Row) -> dict[str, Any]:
+def judge_chats(model: Any, tokenizer: Any, data: Sequence[str], job: Row) -> dict[str, Any]:
     """Answer questions about passages of WikiText-2's test split, and `QUESTIONS`, by greedy decoding.
 
     "answers" has, for each, [tokens of the prompt, its last line, the answer].
     """
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.eos_token
-    text, passages = read_text(data), []
+    text, passages = read_text(data[0]), []
     for title, question in PASSAGES.items():
         passage = text[text.index(f" = {title} = ") :][: 8 * PASSAGE_TOKENS]
         ids = tokenizer(passage, add_special_tokens=False).input_ids
@@ -211,7 +214,12 @@ JUDGES: dict[str, Callable[..., Row]] = {"lookups": judge_lookups, "tasks": judg
 def jobs_of(arguments: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the jobs, model by model, so that each model is made once."""
     parts: dict[str, list[Row]] = {
-        "lookups": [{"length": length, "seed": seed} for length, count in LENGTHS.items() for seed in range(count)],
+        "lookups": [
+            {"length": length, "text": Path(text).name, "seed": seed}
+            for length, count in LENGTHS.items()
+            for text in arguments["data"]
+            for seed in range(count)
+        ],
         "tasks": [{"task": task} for task in TASKS],
         "chats": [{}],
     }
@@ -234,17 +242,20 @@ def answers_by_model(record: Mapping[str, Any], key: str) -> tuple[dict[str, Ans
 
 
 def render_lookups(record: Mapping[str, Any]) -> str:
-    """Render the accuracy by kind and length."""
+    """Render the accuracy by kind and length, and the mean log-probability of the answers of lookups."""
     models, original = answers_by_model(record, "length")
     lengths = sorted(original)
-    columns = [(kind, length) for length in lengths for kind in ("code", "lookup")]
-    names = [f"{kind}s at {length // 1024}k" for kind, length in columns]
+    names = [f"{kind} at {length // 1024}k" for length in lengths for kind in ("codes", "lookups", "log p")]
     lines = []
     for name, answers in models.items():
         cells = [name]
-        for column_kind, length in columns:
-            is_right = [100 * right for kind, _, _, right in answers.get(length, ()) if kind == column_kind]
-            cells.append(format_mean(is_right, "{:.0f}") if is_right else "")
+        for length in lengths:
+            of_length = answers.get(length, [])
+            lookups = [log_p for kind, _, log_p, _ in of_length if kind == "lookup"]
+            for kind in ("code", "lookup"):
+                is_right = [100 * right for column_kind, _, _, right in of_length if column_kind == kind]
+                cells.append(format_mean(is_right, "{:.0f}") if is_right else "")
+            cells.append(f"{statistics.fmean(lookups):.2f}" if lookups else "")
         lines.append(cells)
     counts = ", ".join(f"{len(original[length])} questions at {length // 1024}k" for length in lengths)
     return f"{markdown(['right, %', *names], lines)}\n\n{counts}. {describe_setup(record)}"
@@ -281,10 +292,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=JUDGES, help="kind of evaluation")
     parser.add_argument("model", help="folder of a softmax language model with a chat template")
-    data_help = "lookups: a text file; tasks: lm-eval's data files; chats: WikiText-2's test split"
-    parser.add_argument("data", help=data_help)
+    data_help = "lookups: text files; tasks: lm-eval's data files; chats: WikiText-2's test split"
+    parser.add_argument("data", nargs="+", help=data_help)
     parser.add_argument("--fit", required=True, help="text file to fit conversions on")
-    rows_help = f"{SOFTMAX}, {', '.join(FORMS)}"
+    rows_help = f"{SOFTMAX}, {', '.join(FORMS)}, or the folder of a conversion or adapter"
     parser.add_argument("--rows", nargs="+", required=True, metavar="FORM[:HEADS]", help=rows_help)
     parser.add_argument("--work", default="out-heads", help="folder for fitted conversions")
     args, command = parse_call(parser, "judge", None)

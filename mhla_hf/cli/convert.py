@@ -34,13 +34,9 @@ def convert_options(add: values.AddArgument) -> None:
     add("--samples", help="what a pipeline or classifier learns from: a .txt file with one prompt per line, class labels "
         "such as 1,207, or a folder or dataset of images (default: nothing is learned)")  # fmt: skip
     add("--keep", help="KV heads of a language model that keep softmax: a share, a number, a cache size such as 64MiB, or "
-        "auto, as few as keep the estimated KL within 0.01 (default: auto); with --samples, layers that keep softmax: a "
+        "auto, as few as keep the estimated KL within 0.02 (default: auto); with --samples, layers that keep softmax: a "
         "share or a number")  # fmt: skip
-    add(
-        "--context",
-        type=values.parse_count,
-        help="tokens at which --keep counts bytes (default: the model's positions)",
-    )
+    add("--context", type=values.parse_count, help="tokens at which --keep counts bytes (default: all positions)")
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: all; without learning, of text models: 2/3)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
     add("--effort", type=float, default=1.0, help="of learning: 0.5 halves the time and is less exact (default: 1)")

@@ -42,10 +42,10 @@ def convert(
 
     The base's weights keep their values and names; converted layers get new ones, `mhla.*`, in their attention or processor.
     With `text`, a causal language model or text encoder is ready for use afterwards. A language model's KV heads whose whole
-    past it needs most keep softmax; the others keep a window and their 128 most salient tokens. Heads of an encoder, and
-    those of a language model with `salient=0`, learn the outputs of their softmax originals. Without `text`, such a model
-    reads little beyond its softmax window, and needs training (`mhla_hf.distill`), as does every other model except Sana,
-    whose attention was linear. With `samples`, a diffusion or vision model starts its training closer to the original.
+    past it needs most keep softmax; the others keep a window and their 128 most salient tokens or, with `salient=0` or a
+    setting of the far part such as `num_decays`, running sums. These, and heads of an encoder, learn from their softmax
+    originals. Without `text`, such a model reads little beyond its window, and needs training (`mhla_hf.distill`), as does
+    every model but Sana, which was linear. With `samples`, a diffusion or vision model starts closer to its original.
 
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
@@ -62,7 +62,7 @@ def convert(
             that runs the pipeline, called several times: `lambda generator: pipe("a cat", generator=generator)`.
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". Default:
-            "auto", as few heads as keep the estimated KL to the original within 0.01 nats per token. With `samples`, how
+            "auto", as few heads as keep the estimated KL to the original within 0.02 nats per token. With `samples`, how
             many converted layers get softmax back: those that change the output most. Default: the family's number; none if
             `settings` or `layers` is given.
         context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.

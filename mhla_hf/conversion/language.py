@@ -6,7 +6,7 @@ The batches that an encoder reads, and the scores it gets, are in `encoder.py`.
 import copy
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from ..checkpoints.file_io import atomic_file, renamed_errors, wrap_errors
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..checkpoints.provenance import public_name
 from ..data import TokenRing, open_text
+from ..facts import FactRows
 from ..models.families import ENCODERS, LANGUAGE
 from ..models.language.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.transformers_api import forward_cached, set_attention_function
-from ..nn.settings import SALIENT, MHLASettings, is_whole
+from ..nn.settings import FAR_SETTINGS, SALIENT, MHLASettings, is_whole
 from ..plots import render_report
 from .encoder import EmbeddingScores, read_encoder_rows
 from .fit import (
@@ -44,7 +45,7 @@ logger = logging.getLogger("mhla_hf")
 ROW_TOKENS, FIT_ROWS, HELD_OUT_ROWS = 1024, 28, 2
 # The row by which heads are scored is longer, and this many of FIT_ROWS: far recall needs them, but they take time.
 LONG_TOKENS, LONG_ROWS = 4096, 5
-TOLERANCE = 0.01  # nats per token of estimated KL, up to which MHLA takes heads with `keep="auto"`
+TOLERANCE = 0.02  # nats per token of estimated KL, up to which MHLA takes heads with `keep="auto"`
 MEASURED_POSITIONS = 256  # per held-out row, at most
 SAVE_EVERY = 30.0  # seconds
 REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
@@ -72,8 +73,7 @@ def convert_with_text(
         overrides = {"feature_map": "exp", **overrides}
     elif settings is None:
         # Without salient tokens, heads learn from the text, which shows where unbounded features start.
-        salient = 0 if overrides.get("windowed") is False else SALIENT
-        overrides = {"feature_map": "exp", "salient": salient, **overrides}
+        overrides = {"feature_map": "exp", "salient": choose_salient_slots(overrides), **overrides}
     mhla_settings = checked_settings(model, family, settings, layers, overrides)
     if not mhla_settings.windowed or mhla_settings.softmax_heads:
         conflict = "windowed=False" if not mhla_settings.windowed else "softmax_heads"
@@ -120,6 +120,15 @@ def convert_with_text(
     return model
 
 
+def choose_salient_slots(overrides: Mapping[str, Any]) -> int:
+    """Return how many salient tokens a language model keeps: none if a setting asks for the far part in their place."""
+    far_settings = [name for name in FAR_SETTINGS if name in overrides]
+    if far_settings and overrides.get("salient"):
+        got = f"{far_settings[0]}: got {overrides[far_settings[0]]!r} with salient={overrides['salient']!r}"
+        raise ValueError(f"{got}, expected salient=0, which has a far part.")
+    return 0 if far_settings or overrides.get("windowed") is False else SALIENT
+
+
 def read_rows(
     model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1,
     learns: bool = True
@@ -159,7 +168,16 @@ def read_rows(
     first_long = max(len(fit_rows) - 2 * (num_long - num_scored - 1), 0)
     for number, row in enumerate(passages[num_scored:num_long, None]):
         fit_rows.insert(first_long + 3 * number, row)
-    return Rows(fit_rows, list(passages[:num_scored, None]), short_rows[:num_held_out], name)
+    scored_rows = [ask_of_row(row, tokenizer) for row in passages[:num_scored, None]]
+    return Rows(fit_rows, scored_rows, short_rows[:num_held_out], name)
+
+
+def ask_of_row(row: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+    """Return a row, int64 [1, T], that asks for what text alone seldom does: its last third repeats its first tokens, and
+    facts stand in it, with questions at its end. Without words in the tokenizer, there are no facts."""
+    num_copied = row.shape[1] // 3
+    row = torch.cat([row[:, :-num_copied], row[:, :num_copied]], 1)
+    return FactRows(tokenizer, 1.0)(row, row)[0]
 
 
 @torch.no_grad()

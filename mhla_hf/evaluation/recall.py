@@ -10,13 +10,14 @@ about 256 tokens before the question.
 import itertools
 import json
 import random
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from ..facts import NUM_FREQUENT_WORDS, list_words
 
 NOISE = (
     "The grass is green.",
@@ -33,7 +34,7 @@ OBJECTS = tuple(
 # Kind of fact -> beginning and end of its line, around the answer.
 LINES = {"codes": ("The code of the {} is", ".\n"), "lookups": ("- {}", "\n")}
 # Lookups take the last NUM_WORDS of the first NUM_FREQUENT_WORDS words of a vocabulary: familiar, yet rare in the text.
-NUM_FREQUENT_WORDS, NUM_WORDS, MIN_WORDS = 400, 120, 8
+NUM_WORDS, MIN_WORDS = 120, 8
 NUM_EXAMPLES = 3  # lookups that are repeated before a question, to show what is asked
 ANSWER_TOKENS = 32
 LINE_WIDTH = 120  # characters of a line of filler
@@ -90,9 +91,7 @@ class Question(NamedTuple):
 
 def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
     """Choose disjoint names and values of lookups: lowercase words that are one token with the space before them."""
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    words = [token[1:] for token, _ in tokens if re.fullmatch("[Ġ▁][a-z]{3,}", token)]
-    words = words[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
+    words = list_words(tokenizer)[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
     if len(words) < MIN_WORDS:
         raise ValueError(f"tokenizer: got {len(words)} lowercase words of one token, expected at least {MIN_WORDS}.")
     random.Random("words").shuffle(words)

@@ -1,7 +1,4 @@
-"""All settings of the attention in one dataclass, which `config.json` holds under "mhla".
-
-Invalid settings are refused where they are made, whether by a person or by loading a file.
-"""
+"""All settings of the attention in one dataclass, which `config.json` holds under "mhla"."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -13,28 +10,30 @@ from ..ops.checks import IMPLEMENTATIONS
 
 FORMAT_VERSION = 3
 # Entries of config.json for classes other than ours. Softmax classes of transformers take `transformers_weights` for the
-# name of the weights file, and fail with an error that shows it. AutoTokenizer, if it does not know our type, takes the file
-# for a configuration of type "", and warns that the types differ unless some part of the file has type "".
+# name of the weights file, and fail with an error that shows it. AutoTokenizer takes a file of an unknown type for a
+# configuration of type "", and warns that the types differ unless some part of the file has type "".
 FOREIGN_ENTRIES: dict[str, Any] = {
     "transformers_weights": "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf "
     "installed",
     "tokenizer_only": {"model_type": ""},
 }
 MAX_BLOCKS = 16_384  # a mixing matrix of this size takes a gigabyte
-MAX_BLOCK_SIZE = 65_536  # tokens; a cache allocates keys and values of a block at its first step
+MAX_BLOCK_SIZE = 65_536  # a cache allocates the keys and values of a block at its first step
 MAX_DECAYS = 64
 MAX_WINDOW_BLOCKS = 1_024
 MAX_SALIENT = 65_536
 SALIENT = 128  # tokens per KV head that a language model converted with text keeps by default
+# Settings of the far part, in whose place salient tokens are.
+FAR_SETTINGS = ("feature_map", "num_decays", "free_decay", "length_power", "window_dropout")
 
 
 def is_whole(value: object, minimum: int, maximum: int = sys.maxsize) -> bool:
-    """Return whether `value` is an int from `minimum` to `maximum`; bools do not count."""
+    """Return whether `value` is an int, and no bool, from `minimum` to `maximum`."""
     return type(value) is int and minimum <= value <= maximum
 
 
 def is_layout(layout: object) -> bool:
-    """Return whether `layout` is None or a list of the numbers of blocks along 1 to 3 axes, at most `MAX_BLOCKS` in all."""
+    """Return whether `layout` is None, or a list of the numbers of blocks along 1 to 3 axes, at most `MAX_BLOCKS` in all."""
     if layout is None:
         return True
     if not isinstance(layout, list) or not 1 <= len(layout) <= 3:
@@ -53,17 +52,15 @@ def is_choice_of_heads(heads: object) -> bool:
     """Return whether `heads` is None, or a dict from layer indices (strings of digits) to nonempty lists of KV heads."""
     if not isinstance(heads, dict):
         return heads is None
-    are_layers = all(isinstance(layer, str) and layer.isdecimal() for layer in heads)
-    return are_layers and all(
-        isinstance(x, list) and x and all(is_whole(head, 0) for head in x) for x in heads.values()
-    )
+    are_lists = all(isinstance(x, list) and x and all(is_whole(head, 0) for head in x) for x in heads.values())
+    return are_lists and all(isinstance(layer, str) and layer.isdecimal() for layer in heads)
 
 
 SettingCheck = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what the error says was expected
 
 
 def one_of(*allowed: Any) -> SettingCheck:
-    """Make the check of a setting that allows only these values, with matching types: 1 does not pass for True."""
+    """Allow only these values; types must match, so that 1 does not pass for True."""
 
     def is_allowed(value: Any) -> bool:
         return any(type(value) is type(one) and value == one for one in allowed)
@@ -72,7 +69,6 @@ def one_of(*allowed: Any) -> SettingCheck:
 
 
 def whole_number(minimum: int, maximum: int) -> SettingCheck:
-    """Make the check of a setting that allows ints from `minimum` to `maximum`."""
     return (lambda value: is_whole(value, minimum, maximum)), f"a whole number from {minimum} to {maximum}"
 
 
@@ -99,24 +95,10 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
 }
 
 
-# Values that layers of a text and a grid require.
-JOINT_VALUES = {
-    "normalize": True,
-    "output_norm": False,
-    "sinks": 0,
-    "salient": 0,
-    "length_power": False,
-    "window_dropout": 0,
-}
-# Values that encoders which mix by decays require.
-ENCODER_VALUES = {
-    "rope": "before",
-    "sinks": 0,
-    "salient": 0,
-    "length_power": False,
-    "window_dropout": 0,
-    "softmax_heads": None,
-}
+# Values that both layers of a text and a grid, and encoders that mix by decays, require.
+TWO_WAY_VALUES: dict[str, Any] = {"sinks": 0, "salient": 0, "length_power": False, "window_dropout": 0}
+JOINT_VALUES = {"normalize": True, "output_norm": False, **TWO_WAY_VALUES}
+ENCODER_VALUES = {"rope": "before", **TWO_WAY_VALUES, "softmax_heads": None}
 
 
 @dataclass
@@ -125,9 +107,8 @@ class MHLASettings:
 
     Args:
         block_size: Tokens per block of a sequence (the paper's chunk; 64 in section 5.4).
-        num_blocks: Size M of the learned M x M mixing matrix. Longer sequences work: rows after the M-th reuse the last
-            row's weight at each distance, and greater distances continue it geometrically (`Mixing`). For encoders, the
-            number of blocks of the longest input.
+        num_blocks: Size M of the learned M x M mixing matrix, which extends to longer sequences (`Mixing`). For encoders,
+            the number of blocks of the longest input.
         layout: Number of blocks along each axis of a grid of tokens: [rows, columns] for images, [frames, rows, columns] for
             video; block_size and num_blocks are then ignored. None for sequences.
         feature_map: "relu" (the paper's; max(x, 0) + 1e-6), "plain_relu" (max(x, 0), as in Sana), "elu" (elu(x) + 1),
@@ -141,44 +122,43 @@ class MHLASettings:
         mixing_form: Parametrization of the mixing. "softmax" learns a matrix of logits (weights are positive, rows sum to
             one). "direct" learns the weights themselves, as released checkpoints do; negative weights are refused on
             loading. "free" is "direct" with weights of any sign (the released video checkpoints). "decay" makes each head's
-            weight a sum of `num_decays` exponentials of the distance: there is no matrix, cost is linear in length, the
-            decoder state has constant size, and the initial weights are nearly those of plain linear attention.
-        num_decays: Number of exponentials R of the "decay" form. The first one is constant (decay factor 1) unless
+            weight a sum of `num_decays` exponentials of the distance: cost is linear in length, the decoder state has
+            constant size, and the initial weights are nearly those of plain linear attention.
+        num_decays: Number of exponentials R of the "decay" form. The first is constant (decay factor 1) unless
             `free_decay`.
-        free_decay: Whether the decay factor of the first exponential is learned, too, instead of fixed at 1.
-        length_power: Whether the weights of the far part are divided by n^a, where n is the number of blocks in the far part
-            of the query's block, and a is learned per head (with `windowed`).
+        free_decay: Whether the decay factor of the first exponential is learned, too.
+        length_power: Whether the weights of the far part are divided by n^a, where n is the number of blocks that are far
+            from the query's, and a is learned per head (with `windowed`).
         windowed: Whether attention is exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
             decays (the far part) over all other tokens, under one normalizer (language models and encoders; needs "decay").
             Where text and a grid share one attention, exact softmax over the blocks of the grid that are fewer than `window`
             blocks from a token's own along every axis; the text has softmax in any case.
-        window: Number of blocks in the softmax window, including the current block. In encoders, the window also
-            has `window - 1` blocks after the current one; in grids, on either side along every axis.
+        window: Number of blocks in the softmax window, the current one included. In encoders, the window also has
+            `window - 1` blocks after the current one; in grids, on either side along every axis.
         sinks: Number of tokens at the start of a sequence that stay in the softmax window; 0 for an encoder.
         salient: Number of tokens per KV head that stay in the softmax after they have left the window, those to which the
-            head attended most (`ops/windowed/salient.py`). They take the place of the far part, and its settings, such as
-            `feature_map` and `num_decays`, have no effect. 0 for the far part. For language models, with `windowed`.
-        window_dropout: Probability that a forward pass in training restricts the softmax window to the current block, so
-            that the far part covers all blocks before it.
+            head attended most (`ops/windowed/salient.py`). They take the place of the far part, and its settings
+            (`FAR_SETTINGS`) have no effect. 0 for the far part. For language models, with `windowed`.
+        window_dropout: Probability that a forward pass in training restricts the softmax window to the current block.
         per_head: Whether every query head has its own mixing matrix, instead of one per layer.
         output_norm: Whether RMSNorm is applied to each head's output (section 4.1 for language and video).
-        gate: Whether the output is multiplied by silu(W x + b), where x is the input of the layer; initially, this is 1.
-        cpe: Kernel size of a depthwise convolution of v over the grid, which is added to the output and initialized to zero
-            (the paper's CPE, appendix F.2); 0 for none. Grids only.
+        gate: Whether the output is multiplied by silu(W x + b), initially 1, where x is the input of the layer.
+        cpe: Kernel size of a depthwise convolution of v over the grid, initially zero, which is added to the output (the
+            paper's CPE, appendix F.2); 0 for none. Grids only.
         rope: Where the rotary embedding is applied. "before": to q and k before the feature map (converted models).
             "after": to the features (the paper's order); the denominator uses the unrotated features. "near": to q and k in
             the softmax (of a window, or over a text) only, because features of rotated keys depend on absolute positions and
             do not generalize beyond the lengths they were fitted on.
         layers: Layers that use MHLA: "all", "2/3" (all but layers 0, 3, 6, ..., which keep softmax), or a list, tuple, or
             range of layer indices.
-        softmax_heads: KV heads that keep softmax, as {layer index: [KV head, ...]}. The query heads that read them keep it,
-            too, and their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers`
-            instead. Needs "decay".
+        softmax_heads: KV heads that keep softmax, with the query heads that read them, as {layer index: [KV head, ...]}.
+            Their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers` instead.
+            Needs "decay".
         impl: Implementation of the operator: "auto", "torch" or "triton"; without decays also "reference". With decays it
             chooses that of a step in vLLM's pages; all else is PyTorch.
 
     Raises:
-        ValueError: A setting is not valid, or settings contradict each other.
+        ValueError: If a setting is invalid, or settings contradict each other.
     """
 
     block_size: int = 64
@@ -258,7 +238,7 @@ class MHLASettings:
         return "salient" if self.salient else "decay" if self.mixing_form == "decay" else "matrix"
 
     def resolve_layers(self, num_layers: int) -> list[int]:
-        """Return the indices of the MHLA layers; raise ValueError if there are none, or an index is too large."""
+        """Return the indices of the MHLA layers; raises ValueError if there are none, or an index is too large."""
         if self.layers == "all":
             return list(range(num_layers))
         if isinstance(self.layers, str):  # "2/3"
@@ -267,21 +247,20 @@ class MHLASettings:
                 raise ValueError(f'layers: got "2/3" for {num_layers} layer, expected a model of at least 2 layers.')
             return layers
         if self.layers[-1] >= num_layers:
-            raise ValueError(
-                f"layers: got index {self.layers[-1]}, expected less than the model's {num_layers} layers."
-            )
+            expected = f"less than the model's {num_layers} layers"
+            raise ValueError(f"layers: got index {self.layers[-1]}, expected {expected}.")
         return list(self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as a JSON-serializable dictionary for `config.json`, with the version of this format."""
+        """Return the settings as a dictionary for `config.json`, with the version of its format."""
         return {"format_version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MHLASettings":
-        """Create settings from a dictionary as `to_dict` returns it; settings that it lacks have their defaults.
+        """Create settings from what `to_dict` returns; missing ones have their defaults.
 
         Raises:
-            ValueError: `values` is not a mapping, has another format version, or a setting that is unknown or invalid.
+            ValueError: If `values` is no mapping, or has another format version, or an unknown or invalid setting.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")
@@ -297,7 +276,7 @@ class MHLASettings:
 
 
 def check_settings(settings: MHLASettings, model: str, *, both_ways: bool = False) -> None:
-    """Raise ValueError if settings, valid by themselves, do not suit a model of sequences, which the error calls `model`.
+    """Raise ValueError if settings do not suit a model of sequences, which the error calls `model`.
 
     `both_ways` says whether every token sees all others.
     """
@@ -312,7 +291,11 @@ def check_settings(settings: MHLASettings, model: str, *, both_ways: bool = Fals
         raise ValueError(f'windowed: got false with mixing_form="decay", expected true for {model}.')
     if settings.impl == "triton":
         raise ValueError(f'impl: got "triton" with mixing_form="decay", expected "auto" or "torch" for {model}.')
-    for name, value in ENCODER_VALUES.items():
+    check_required(settings, model, ENCODER_VALUES)
+
+
+def check_required(settings: MHLASettings, model: str, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
         if getattr(settings, name) != value:
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for {model}.")
 
@@ -320,7 +303,7 @@ def check_settings(settings: MHLASettings, model: str, *, both_ways: bool = Fals
 def check_grid_settings(
     settings: MHLASettings, model: str, axes: int, *, has_prefix: bool = False, joint: bool = False
 ) -> None:
-    """Raise ValueError if settings, valid by themselves, do not suit a grid of tokens with this number of axes.
+    """Raise ValueError if settings do not suit a grid of tokens with this number of axes.
 
     `has_prefix` says whether tokens come before the grid, `joint` whether a text shares one attention with it.
     """
@@ -329,16 +312,12 @@ def check_grid_settings(
         raise ValueError(f'normalize: got "official", {reason}, expected true or false for {model}.')
     if settings.layout is None or len(settings.layout) != axes:
         raise ValueError(f"layout: got {settings.layout!r}, expected {axes} counts of blocks for {model}.")
-    values: dict[str, Any] = JOINT_VALUES if joint else {"windowed": False}
-    for name, value in values.items():
-        if getattr(settings, name) != value:
-            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected {value!r} for {model}.")
+    check_required(settings, model, JOINT_VALUES if joint else {"windowed": False})
     positions = ("before", "near") if joint else ("before", "after")
     if settings.rope not in positions:
         raise ValueError(f"rope: got {settings.rope!r}, expected one of {list(positions)} for {model}.")
     if settings.rope == "after" and settings.feature_map == "hedgehog":
-        raise ValueError(
-            f'feature_map: got "hedgehog" with rope="after", expected a map of unchanged width for {model}.'
-        )
+        expected = f"a map of unchanged width for {model}"
+        raise ValueError(f'feature_map: got "hedgehog" with rope="after", expected {expected}.')
     if joint and settings.mixing_form == "free":
         raise ValueError(f'mixing_form: got "free", expected "softmax" or "direct" for {model}.')

@@ -83,6 +83,8 @@ class Stage(CommonStage):
         loss: "transfer" (see `CommonStage`), "logits" (KL divergence from the teacher's next-token distribution, plus
             `ce_weight` times cross-entropy), or "lm" (cross-entropy).
         seq_len: Tokens per sequence.
+        facts: Fraction of the sequences into which facts are inserted, with questions about them at the end, whose answers
+            weigh more in the loss. Needs a tokenizer.
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         top_k: Number of the teacher's most likely tokens over which the KL divergence is computed, at temperature 1; all
             others count as one token. This takes less memory. 0 means the whole vocabulary.
@@ -92,6 +94,7 @@ class Stage(CommonStage):
 
     loss: Literal["transfer", "logits", "lm"]
     seq_len: int = values.at_least(2, 512)
+    facts: Number = values.fraction(0.0)
     ce_weight: Number = values.not_negative(0.0)
     temperature: Number = values.positive(1.0)
     top_k: int = values.at_least(0, 0)

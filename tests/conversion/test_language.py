@@ -150,6 +150,12 @@ def test_its_own_text_and_a_list_of_texts(teacher):
     assert sum(map(len, model.config.mhla["softmax_heads"].values())) == 1
 
 
+def test_a_setting_of_the_far_part_asks_for_it(teacher):
+    model = converted(teacher, keep=1, num_decays=3)
+    assert (model.config.mhla["salient"], model.config.mhla["num_decays"]) == (0, 3)
+    assert "fitted" in model.config.mhla_measured
+
+
 def test_what_keep_means(teacher):
     settings = mhla_hf.MHLASettings(mixing_form="decay", windowed=True, rope="near", block_size=8)
     sizes = sizes_of_conversion(teacher, settings)
@@ -203,6 +209,7 @@ WRONG = [
     ({"keep": 12}, "keep: got 12"),
     ({"effort": 0}, "effort: got 0, expected a number above 0"),
     ({"text": None, "softmax_heads": {1: [4]}}, "softmax_heads: got KV head 4 in layer 1, expected 0 to 3"),
+    ({"salient": 4, "num_decays": 3}, "num_decays: got 3 with salient=4, expected salient=0, which has a far part."),
 ]
 
 

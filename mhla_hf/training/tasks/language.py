@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ...data import Reader, max_positions, open_text
+from ...facts import FactRows
 from ..output_head import OutputHead, SumInChunks, find_head, run_without_head
 from ..recipe import Stage
 from .base import LossAndLogs, Objective, Task, TensorsAndWeights
@@ -24,11 +25,12 @@ class LanguageObjective(Objective):
     heads: Heads | None = None  # output heads of student and teacher, after the first call of `_find_heads`
 
     def forward(
-        self, ids: torch.Tensor, labels: torch.Tensor, token_weight: float, sequence_weight: float
-    ) -> LossAndLogs:
-        """Return the loss of a micro-batch of ids [B, L] with labels [B, L], not shifted, and the values to log.
+        self, ids: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, token_weight: float, sequence_weight: float,
+    ) -> LossAndLogs:  # fmt: skip
+        """Return the loss of a micro-batch of ids [B, L], and the values to log.
 
-        `token_weight` is 1 / predicted tokens, and `sequence_weight` 1 / sequences, of the whole batch.
+        `labels` and their `weights` [B, L] are not shifted. `token_weight` is 1 / weights of all predicted tokens, and
+        `sequence_weight` 1 / sequences, of the whole batch.
         """
         if self.stage.loss == "transfer":
 
@@ -50,9 +52,10 @@ class LanguageObjective(Objective):
                 return most_likely_tokens(logits, self.stage.top_k) if self.stage.top_k else [logits]
 
         output, hidden = run_without_head(self.student, student_head, ids)
-        targets = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED_LABEL)], dim=1).flatten()
+        labels, weights = (x.where(labels != IGNORED_LABEL, 0) for x in (labels, weights))
+        targets, weights = (F.pad(x[:, 1:], (0, 1)).flatten() for x in (labels, weights))
         sums = next_token_loss(
-            hidden.flatten(0, 1), targets, teacher_values, temperature=self.stage.temperature,
+            hidden.flatten(0, 1), targets, weights, teacher_values, temperature=self.stage.temperature,
             ce_weight=self.stage.ce_weight if teacher_values else 1.0, head=student_head, to_teacher_targets=to_targets,
         )  # fmt: skip
         loss, kl, ce = sums * token_weight
@@ -83,25 +86,28 @@ def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, 
 
 
 def next_token_loss(
-    student: torch.Tensor, targets: torch.Tensor, teacher: Tensors = (), *, temperature: float = 1.0,
-    ce_weight: float = 0.0, head: OutputHead | None = None,
+    student: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, teacher: Tensors = (), *,
+    temperature: float = 1.0, ce_weight: float = 0.0, head: OutputHead | None = None,
     to_teacher_targets: Callable[..., Tensors] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return sums over N tokens, fp32 [3]: T^2 * KL(teacher / T || student / T) + ce_weight * CE, the KL, and the CE.
 
-    `student` are the inputs of `head` [N, width] or the logits. `teacher` are the logits; or the k most likely tokens [N,
-    k] and their log-probabilities, all others being merged into one; or what `to_teacher_targets` makes these of. Only the
-    first sum has a gradient.
+    Each token counts by its weight, fp32 [N]. `student` are the inputs of `head` [N, width] or the logits. `teacher` are the
+    logits; or the k most likely tokens [N, k] and their log-probabilities, all others being merged into one; or what
+    `to_teacher_targets` makes these of. Only the first sum has a gradient.
     """
 
-    def chunk_loss(logits: torch.Tensor, chunk_targets: torch.Tensor, *chunk_teacher: torch.Tensor) -> torch.Tensor:
+    def chunk_loss(
+        logits: torch.Tensor, chunk_targets: torch.Tensor, chunk_weights: torch.Tensor, *chunk_teacher: torch.Tensor
+    ) -> torch.Tensor:
         with torch.no_grad():
             teacher_targets = to_teacher_targets(*chunk_teacher) if to_teacher_targets else chunk_teacher
-        kl, ce = _kl_and_cross_entropy(logits, chunk_targets, teacher_targets, temperature)
+        of_tokens = _kl_and_cross_entropy(logits, chunk_targets, teacher_targets, temperature)
+        kl, ce = ((x * chunk_weights).sum() for x in of_tokens)
         return torch.stack([kl + ce_weight * ce, kl, ce])
 
     weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
-    tensors = (targets, *teacher)
+    tensors = (targets, weights, *teacher)
     return SumInChunks.apply(student, weight, bias, head, chunk_loss, tensors, torch.is_grad_enabled())
 
 
@@ -109,7 +115,7 @@ def _kl_and_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     log_q = logits.float().log_softmax(-1)
-    ce = F.nll_loss(log_q, targets, reduction="sum", ignore_index=IGNORED_LABEL)
+    ce = F.nll_loss(log_q, targets, reduction="none")
     if len(teacher) == 1:
         if temperature != 1:
             log_q = (logits.float() / temperature).log_softmax(-1)
@@ -123,7 +129,7 @@ def _kl_and_cross_entropy(
         kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
     else:
         kl = torch.zeros_like(log_q[:, 0])
-    return (kl * (targets != IGNORED_LABEL)).sum(), ce
+    return kl, ce
 
 
 class LanguageTask(Task[Stage]):
@@ -157,9 +163,14 @@ class LanguageTask(Task[Stage]):
         return source
 
     def reader(self, source: Any, stage: Stage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
+        self.fact_rows = FactRows(self.preprocessor, stage.facts)
+        if stage.facts and not self.fact_rows.can_ask:
+            reason = "too few words are one token of the tokenizer" if self.preprocessor else "there is no tokenizer"
+            logger.warning("stage %r: trains on text alone, without facts, because %s", stage.name, reason)
         return source.reader(stage.seq_len, seed, number, state)
 
     def take(self, reader: Any, stage: Stage, rows: slice) -> TensorsAndWeights:
-        tensors = reader.take(stage.batch_size)
-        num_predicted = int((tensors[1].numpy()[:, 1:] != IGNORED_LABEL).sum())
-        return tuple(x[rows] for x in tensors), (1 / max(1, num_predicted), 1 / stage.batch_size)
+        tensors = self.fact_rows(*reader.take(stage.batch_size))
+        _, labels, weights = (x[:, 1:] for x in tensors)
+        predicted = float(weights[labels != IGNORED_LABEL].sum())
+        return tuple(x[rows] for x in tensors), (1 / max(1, predicted), 1 / stage.batch_size)

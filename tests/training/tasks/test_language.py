@@ -82,32 +82,32 @@ def test_next_token_against_autograd(temperature, kl, ce, monkeypatch):
     monkeypatch.setattr(output_head, "CPU_CHUNK", 50)  # 3 rows of 11 at a time, the last chunk ragged
     student = torch.randn(11, 13, requires_grad=True)
     teacher = torch.randn(11, 13) if kl else None
-    targets = torch.randint(0, 13, (11,))
-    targets[[2, 10]] = -100
+    targets, weights = torch.randint(0, 13, (11,)), torch.rand(11)
+    weights[[2, 10]] = 0
     options = {"temperature": temperature, "ce_weight": ce}
-    loss, kl_sum, ce_sum = next_token_loss(student, targets, (teacher,) if kl else (), **options)
+    loss, kl_sum, ce_sum = next_token_loss(student, targets, weights, (teacher,) if kl else (), **options)
     (grad,) = torch.autograd.grad(3 * loss, student)
 
-    log_q, live = (student / temperature).log_softmax(-1), (targets != -100)
-    want_ce = F.cross_entropy(student, targets, reduction="sum")
+    log_q = (student / temperature).log_softmax(-1)
+    want_ce = (F.cross_entropy(student, targets, reduction="none") * weights).sum()
     want_kl = torch.zeros(())
     if kl:
         log_p = (teacher / temperature).log_softmax(-1)
-        want_kl = temperature**2 * (F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * live).sum()
+        want_kl = temperature**2 * (F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * weights).sum()
     (want_grad,) = torch.autograd.grad(3 * (kl * want_kl + ce * want_ce), student)
     torch.testing.assert_close((kl_sum, ce_sum), (want_kl, want_ce), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad, want_grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(loss, kl_sum + ce * ce_sum)
-    nothing = next_token_loss(student, torch.full((11,), -100), (teacher,) if kl else (), **options)[0]
+    nothing = next_token_loss(student, targets, torch.zeros(11), (teacher,) if kl else (), **options)[0]
     assert nothing == 0 and not torch.autograd.grad(nothing, student)[0].any()
 
 
 def test_likeliest_tokens_with_all_others_as_one():
     """Where the others are one token, that is the whole KL."""
     student, teacher = torch.randn(11, 13, requires_grad=True), torch.randn(11, 13)
-    targets = torch.randint(0, 13, (11,)).index_fill(0, torch.tensor([2]), -100)
+    targets, weights = torch.randint(0, 13, (11,)), torch.ones(11).index_fill(0, torch.tensor([2]), 0)
     teachers = ([teacher], most_likely_tokens(teacher, 12))
-    sums = [next_token_loss(student, targets, known, ce_weight=1.0) for known in teachers]
+    sums = [next_token_loss(student, targets, weights, known, ce_weight=1.0) for known in teachers]
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
     grads = [torch.autograd.grad(both[0], student)[0] for both in sums]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
@@ -120,7 +120,8 @@ def test_lm_loss_is_the_models_own_with_its_routers_share(lab, router):
     ids = lab.tokens()[: 3 * 20].view(3, 20)
     labels = ids.clone()
     labels[0, :7] = labels[2, 15:] = -100
-    loss, _ = LanguageObjective(model, None, lab.lm()[0])(ids, labels, 1 / int((labels[:, 1:] != -100).sum()), 1 / 3)
+    token_weight = 1 / int((labels[:, 1:] != -100).sum())
+    loss, _ = LanguageObjective(model, None, lab.lm()[0])(ids, labels, torch.ones(3, 20), token_weight, 1 / 3)
     torch.testing.assert_close(loss, model(input_ids=ids, labels=labels).loss, rtol=1e-5, atol=1e-6)
 
 
@@ -128,7 +129,7 @@ def test_transfer_loss_by_hand(lab):
     teacher = lab.teacher()
     student = lab.student(teacher, layers=[1])
     ids = lab.tokens()[:96].view(2, 48)
-    loss, _ = LanguageObjective(student, teacher, lab.stages()[0])(ids, ids, 1.0, 0.5)
+    loss, _ = LanguageObjective(student, teacher, lab.stages()[0])(ids, ids, torch.ones(ids.shape), 1.0, 0.5)
 
     caught, attention = {}, teacher.model.layers[1].self_attn
     keep = lambda module, args, kwargs, output: caught.update(kwargs=kwargs, out=output[0])  # noqa: E731
