@@ -171,7 +171,7 @@ def draw_gains(path: Path) -> None:
         quality.setdefault("softmax", {position: scores[2] for position, scores in places.items()})
         quality[label] = {position: scores[1] for position, scores in places.items()}
     titles = (
-        "Time per new token, salient=0\nSmolLM2-135M, one CPU thread",
+        "Time per new token\nSmolLM2-135M, one CPU thread",
         f"Cache\n{heads['heads']} of 90 KV heads keep softmax, bf16",
         "Perplexity by position\nWikiText-2 test, one seed",
     )

@@ -115,7 +115,8 @@ def make_inputs(task: Any, base: Any, stage: Any, count: int) -> tuple[Any, ...]
     config, weight = task.student.config, 1 / stage.batch_size
     if task.name in ("language", "encoders"):
         ids = torch.zeros(count, stage.seq_len, dtype=torch.long)
-        return (ids, ids, weight, weight) if task.name == "language" else (ids, weight)
+        weights = torch.ones(count, stage.seq_len)
+        return (ids, ids, weights, weight, weight) if task.name == "language" else (ids, weight)
     if task.name == "images":
         labels = torch.empty(count, config.num_labels if stage.reads_labels else 1)
         return torch.empty(count, config.num_channels, config.image_size, config.image_size), labels, weight

@@ -27,7 +27,6 @@ ROWS_AT_ONCE = 32  # rows of a stream that are tokenized together
 
 Key = tuple[int, ...]  # (seed, stage), which seeds the random choices of a stage
 Batch = tuple[torch.Tensor, ...]  # token ids and labels, int64 [count, length]
-TokensAndLabels = tuple[list[int], list[int]]  # flat lists of equal length
 
 
 class Reader(abc.ABC):
@@ -47,11 +46,11 @@ class Reader(abc.ABC):
         return int(_permutation((*self.key, epoch), count)[position])
 
     def state(self) -> dict[str, Any]:
-        """Return what a new reader resumes from, as JSON."""
+        """Return what a new reader of this stage resumes from, as JSON."""
         return {"next": self.next}
 
     def handover(self) -> dict[str, Any] | None:
-        """Return the state from which the next stage's reader continues; None is the beginning."""
+        """Return the state from which the next stage's reader continues; None: it begins anew."""
         return None
 
     def close(self) -> None:  # noqa: B027, most readers have nothing to close
@@ -64,7 +63,7 @@ def _permutation(key: Key, count: int) -> numpy.ndarray:
 
 
 def max_positions(config: Any) -> float:
-    """Return how many positions a language model has: infinitely many with RoPE, or without `max_position_embeddings`."""
+    """Return how many positions a language model has; with RoPE, infinitely many."""
     has_rope = getattr(config, "rope_parameters", None) is not None
     return inf if has_rope else getattr(config, "max_position_embeddings", inf)
 
@@ -72,10 +71,10 @@ def max_positions(config: Any) -> float:
 def open_text(
     data: Any, tokenizer: Any = None, *, text_field: str = "text", vocab_size: int | None = None
 ) -> "TokenRing | TokenStream":
-    """Open token ids [N], a list of texts, text files, or, as a stream, tables on disk, a Hub id, or `datasets` objects.
+    """Open token ids [N], a list of texts, or text files; or, as a stream, tables on disk, a Hub id, or a dataset.
 
     A Hub id is "id" or "id:configuration". Tokens (a tensor, or rows with `input_ids` and perhaps `labels`) need no
-    tokenizer; without `vocab_size` they are not checked.
+    tokenizer. They are checked if `vocab_size` is given.
     """
     if isinstance(data, torch.Tensor):
         return TokenRing(data, vocab_size, "a tensor of tokens")
@@ -85,8 +84,8 @@ def open_text(
         path, name = check_data_path(data), str(data)
         if not os.path.exists(path):  # `path.exists()` raises OSError for a long name
             if not HUB_ID.fullmatch(name.partition(":")[0]):
-                expected = "a file, a folder, a dataset, or a list of texts"
-                raise ValueError(f"data: got {name!r:.120}, which does not exist, expected {expected}.")
+                got = f"{name!r:.120}, which does not exist"
+                raise ValueError(f"data: got {got}, expected a file, a folder, a dataset, or a list of texts.")
             return TokenStream(load_split(name, streaming=True), tokenizer, text_field, vocab_size, name, name)
         files = _list_files(path)
         builder = TABLE_ENDINGS.get(files[0].suffix.lower())
@@ -104,13 +103,13 @@ def open_text(
 
 
 class TokenRing:
-    """Tokens in memory, treated as a ring in which the first token follows the last. `name` is for error messages."""
+    """Tokens in memory, as a ring in which the first token follows the last. `name` is for error messages."""
 
     def __init__(self, tokens: Any, vocab_size: int | None, name: str) -> None:
         tokens = torch.as_tensor(tokens)
         if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
-            start = f"data: got {name!r}, a tensor {tuple(tokens.shape)} of {tokens.dtype}"
-            raise ValueError(f"{start}, expected whole numbers [N], at least one.")
+            got = f"{name!r}, a tensor {tuple(tokens.shape)} of {tokens.dtype}"
+            raise ValueError(f"data: got {got}, expected whole numbers [N], at least one.")
         self.tokens = tokens.to(device="cpu", dtype=torch.int32).contiguous()
         self.name = name
         check_token_ids(self.tokens, vocab_size, name)
@@ -126,13 +125,12 @@ class TokenRing:
 
 
 class _RingReader(Reader):
-    """Reads the sequences of a ring. In every epoch they begin at another random token and come in another random order."""
+    """Reads the sequences of a ring, which in every epoch begin at another token and have another order."""
 
     def __init__(self, tokens: torch.Tensor, length: int, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
         self.tokens, self.length = tokens, length
         self.epoch: int | None = None
-        self.offset, self.order = 0, numpy.zeros(0, dtype=int)
 
     def take(self, count: int, rows: slice = slice(None)) -> Batch:
         per_epoch = len(self.tokens) // self.length
@@ -160,28 +158,28 @@ class TokenStream:
     text_field: str
     vocab_size: int | None
     name: str  # for error messages
-    identity: Any  # by which the data is recognized when training resumes
+    identity: Any  # JSON by which the data is recognized when training resumes
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "stream", "source": self.identity, "field": self.text_field}
 
     def reader(self, length: int, seed: int, stage: int, state: dict[str, Any] | None = None) -> Reader:
-        """The stream has its own order, so seed and stage are ignored."""
+        """Return a reader in the stream's own order, whatever the seed and the stage."""
         return _StreamReader(self, length, state)
 
-    def tokens(self, rows: Sequence[dict[str, Any]]) -> TokensAndLabels:
+    def tokens(self, rows: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """Return the concatenated ids and labels of rows, with the end-of-sequence token after each text."""
         if "input_ids" in rows[0]:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
             if len(ids) != len(labels):
-                start = f"data: got {self.name!r} with {len(ids)} input_ids and {len(labels)} labels"
-                raise ValueError(f"{start}, expected as many labels as ids.")
+                got = f"{self.name!r} with {len(ids)} input_ids and {len(labels)} labels"
+                raise ValueError(f"data: got {got}, expected as many of both.")
         else:
             texts = [row.get(self.text_field) for row in rows]
             if not all(isinstance(text, str) for text in texts):
-                start = f"data: got {self.name!r} with columns {', '.join(rows[0])}"
-                raise ValueError(f"{start}, expected text in a column {self.text_field!r}.")
+                got = f"{self.name!r} with columns {', '.join(rows[0])}"
+                raise ValueError(f"data: got {got}, expected text in a column {self.text_field!r}.")
             ids = labels = _encode(self.tokenizer, texts, self.name)
         if ids:
             check_token_ids(torch.tensor(ids), self.vocab_size, self.name)
@@ -193,12 +191,10 @@ class _StreamReader(Reader):
 
     def __init__(self, stream: TokenStream, length: int, state: dict[str, Any] | None) -> None:
         super().__init__(())
-        self.stream = stream
-        self.length = length
+        self.stream, self.length = stream, length
         self.is_first_epoch = state is None
         state = state or {"epoch": 0, "place": None, "rest": [[], []]}
         self.leftover: Sequence[list[int]] = state["rest"]
-        self.documents: Iterator[dict[str, Any]]
         self._go_to(state["epoch"], state["place"])
 
     def take(self, count: int, rows: slice = slice(None)) -> Batch:
@@ -226,12 +222,11 @@ class _StreamReader(Reader):
     handover = state
 
     def _go_to(self, epoch: int, position: Any) -> None:
-        """Continue at `position`, a state dict of the dataset, or None for the epoch's start."""
-        self.epoch = epoch
-        self.position = position
+        """Continue at `position`, a state dict of the dataset; None is the beginning of the epoch."""
+        self.epoch, self.position = epoch, position
         self.stream.dataset.set_epoch(epoch)
         self.stream.dataset.load_state_dict(position)
-        self.documents = iter(self.stream.dataset)
+        self.documents: Iterator[dict[str, Any]] = iter(self.stream.dataset)
 
 
 def _list_files(path: Path) -> list[Path]:
@@ -242,12 +237,12 @@ def _list_files(path: Path) -> list[Path]:
     for endings in (TEXT_ENDINGS, *((ending,) for ending in TABLE_ENDINGS)):
         if chosen := [file for file in files if file.suffix.lower() in endings]:
             return chosen
-    start = f"data: got the folder {str(path)!r}, which holds no text"
-    raise ValueError(f"{start}, expected files ending in {', '.join((*TEXT_ENDINGS, *TABLE_ENDINGS))}.")
+    known = ", ".join((*TEXT_ENDINGS, *TABLE_ENDINGS))
+    raise ValueError(f"data: got the folder {str(path)!r}, which holds no text, expected files ending in {known}.")
 
 
 def check_data_path(data: PathLike, argument: str = "data") -> Path:
-    """Return `data` as a path, with ~ expanded. It is empty where a shell variable is not set."""
+    """Return `data` as a path with ~ expanded; refuse an empty one, as from a shell variable that is not set."""
     if not str(data).strip():
         raise ValueError(f"{argument}: got {str(data)!r}, expected a file, a folder or a dataset.")
     return Path(data).expanduser()
@@ -258,16 +253,15 @@ def read_text_file(file: Path, argument: str = "data") -> str:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        start = f"{argument}: got {str(file)!r}, which is not UTF-8 at byte {error.start}"
-        raise ValueError(f"{start}, expected a text file.") from None
-    if "\0" in text:
-        position = text.index("\0")
+        got = f"{str(file)!r}, which is not UTF-8 at byte {error.start}"
+        raise ValueError(f"{argument}: got {got}, expected a text file.") from None
+    if (position := text.find("\0")) >= 0:
         raise ValueError(f"{argument}: got {str(file)!r}, whose character {position} is NUL, expected a text file.")
     return text
 
 
 def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -> Any:
-    """Load a split from the Hub by "id" or "id:configuration", or with `builder`, arguments of `datasets.load_dataset`."""
+    """Load a split by "id" or "id:configuration" from the Hub, or by `builder`, arguments of `datasets.load_dataset`."""
     repository, _, configuration = name.partition(":")
     looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
     if not builder and (looks_local or repository.count("/") > 1):
@@ -282,8 +276,8 @@ def identify_files(files: Iterable[Path]) -> list[list[Any]]:
     """Return [name, size in bytes, hash of the first mebibyte] of each file."""
     identities = []
     for file in files:
-        with file.open("rb") as stream:
-            head = hashlib.sha256(stream.read(1 << 20)).hexdigest()[:16]
+        with file.open("rb") as content:
+            head = hashlib.sha256(content.read(1 << 20)).hexdigest()[:16]
         identities.append([file.name, file.stat().st_size, head])
     return identities
 
@@ -300,7 +294,7 @@ def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
 
 
 def special_tokens(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token ids that a tokenizer adds before (a CLS or BOS token) and after a text, two int64 vectors."""
+    """Return the ids that a tokenizer adds before (a CLS or BOS token) and after a text, as two int64 vectors."""
     ids = [] if tokenizer is None else tokenizer("")["input_ids"]
     num_before = 1 if ids and ids[0] in (tokenizer.cls_token_id, tokenizer.bos_token_id) else 0
     return torch.tensor(ids[:num_before]).long(), torch.tensor(ids[num_before:]).long()
@@ -314,8 +308,8 @@ def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.
 
 def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        start = f"data: got {name!r} with tokens {tokens.min()} to {tokens.max()}"
-        raise ValueError(f"{start}, expected 0 to {vocab_size - 1}, which the model knows.")
+        got = f"{name!r} with tokens {tokens.min()} to {tokens.max()}"
+        raise ValueError(f"data: got {got}, expected 0 to {vocab_size - 1}, which the model knows.")
 
 
 def _check_length(tokens: int, length: int, name: str) -> None:

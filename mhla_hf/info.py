@@ -1,6 +1,6 @@
 """Describe a saved MHLA model, or what a conversion would make of a softmax language model, for `mhla-hf info`.
 
-Weights are not loaded: parameters are counted in the headers of the files, and the cache on the meta device.
+No weights are loaded: parameters are counted in the headers of files, and caches on the meta device.
 """
 
 import copy
@@ -44,8 +44,8 @@ SHOWN_SETTINGS = (
 def describe_model(model: PathLike, context: int = 1024, revision: str | None = None) -> dict[str, Any]:
     """Describe a saved MHLA model or pipeline, or a softmax language model and its conversion, as JSON.
 
-    For language models with a softmax original, this says which layers stay softmax and why ("kept_layers"), how many KV
-    heads do, and the bytes of one sequence's cache at `context` tokens, before a conversion also with no KV head kept.
+    Of language models with a softmax original, it names the layers that stay softmax and why ("kept_layers"), and counts
+    the KV heads that do, and the bytes of a sequence's cache at `context` tokens.
     """
     folder = Path(model)
     stored = read_json(folder / "config.json") or {}
@@ -94,7 +94,7 @@ def describe_model(model: PathLike, context: int = 1024, revision: str | None = 
 
 
 def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str, Any]:
-    """Compare a softmax language model with a converted one; None means what `mhla-hf convert` makes by default."""
+    """Compare a softmax language model with a converted one (None: what `mhla-hf convert` makes by default)."""
     with torch.device("meta"):
         original, student = (
             AutoModelForCausalLM.from_config(copy.deepcopy(x)).eval() for x in (config, converted or config)
@@ -110,9 +110,8 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
     heads = {index: attention_sizes(attention, config)["num_kv_heads"] for index, attention in attentions.items()}
     num_convertible = sum(heads[index] for index in layers)
     num_kept = sum(map(len, (settings["softmax_heads"] or {}).values())) if converted else round(KEEP * num_convertible)
-    record: dict[str, Any] = {"mhla_layers": layers, "kept_layers": kept_layers}
-    record["kv_heads"] = {"softmax": sum(heads.values()) - num_convertible + num_kept, "all": sum(heads.values())}
-    record["cache"] = None
+    kv_heads = {"softmax": sum(heads.values()) - num_convertible + num_kept, "all": sum(heads.values())}
+    record: dict[str, Any] = {"mhla_layers": layers, "kept_layers": kept_layers, "kv_heads": kv_heads, "cache": None}
     if settings["mixing_form"] == "decay":
         tokens = int(min(context, getattr(config, "max_position_embeddings", None) or math.inf))
         softmax = softmax_bytes(original, tokens)
@@ -130,8 +129,8 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those `SHOWN_SETTINGS` that apply to the model."""
     unused = ["block_size", "num_blocks"] if settings.get("layout") else []
-    unused += ["num_decays"] if settings["mixing_form"] != "decay" or settings.get("salient") else []
-    unused += ["feature_map", "normalize"] if settings.get("salient") else []
+    unused += ["num_decays", "feature_map", "normalize"] if settings.get("salient") else []
+    unused += ["num_decays"] if settings["mixing_form"] != "decay" else []
     names = (name for name in SHOWN_SETTINGS if name not in unused)
     return {name: settings[name] for name in names if settings.get(name) not in (None, False, 0)}
 

@@ -1,4 +1,4 @@
-"""Colors, style and file writing for all figures; tables as text, and the report of a conversion."""
+"""Style and files of figures, tables as text, and the report of a conversion."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ STYLE: dict[str, Any] = {
 
 
 def draw_heads(measured: Mapping[str, Any]) -> str:
-    """Return a text map of KV heads, one line per head and one column per layer: "#" keeps softmax, "." became MHLA.
+    """Map the KV heads of a conversion, one line per head and one column per layer: "#" keeps softmax, "." is MHLA.
 
-    `measured` is `config.mhla_measured` of a conversion that chose heads. A head that a layer lacks is a space.
+    `measured` is its `config.mhla_measured`. A head that a layer lacks is a space.
     """
     scores = measured.get("head_scores") or measured["gates"]  # as older conversions have them
     softmax_heads = measured["softmax_heads"]
@@ -45,10 +45,7 @@ def draw_heads(measured: Mapping[str, Any]) -> str:
 
 
 def estimate_choices(measured: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table: for several numbers of KV heads that keep softmax, the estimated KL and the cache.
-
-    `measured` is `config.mhla_measured` of a conversion that scored heads.
-    """
+    """Return header and rows of a table: estimated KL and cache for several numbers of KV heads that keep softmax."""
     scores = sorted((x for of_layer in measured["head_scores"].values() for x in of_layer), reverse=True)
     num_kept, total = sum(map(len, measured["softmax_heads"].values())), len(scores)
     sizes = measured["cache_bytes"]
@@ -63,14 +60,13 @@ def estimate_choices(measured: Mapping[str, Any]) -> tuple[list[str], list[list[
 
 
 def render_report(measured: Mapping[str, Any]) -> str:
-    """Render the scores, sizes of the cache, and map of heads in `config.mhla_measured` of a conversion with text."""
+    """Render scores, cache sizes, and a map of heads from `config.mhla_measured` of a conversion with text."""
     names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
     scores = {name: measured[key] for key, name in names.items() if key in measured}
     if "cosine" in measured["original"]:
         lengths = list(measured["original"]["cosine"])
         rows = [[name, *(f"{values['cosine'][length]:.4f}" for length in lengths)] for name, values in scores.items()]
-        titles = ["held-out text", *(f"cosine, {length} tokens" for length in lengths)]
-        return render_rows(titles, rows)
+        return render_rows(["held-out text", *(f"cosine, {length} tokens" for length in lengths)], rows)
     caches = [
         f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
         for tokens, sizes in measured["cache_bytes"].items()
@@ -106,9 +102,9 @@ def render_rows(header: Sequence[str], rows: Sequence[Sequence[str]], style: str
 @contextlib.contextmanager
 def drawing(
     path: PathLike, rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], style: dict[str, Any] = STYLE,
-    note: str = "", **options: Any,
+    **options: Any,
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
-    """Yield a matplotlib figure and its axes [rows, columns], and write `path` (PNG); `note` is a line below the axes."""
+    """Yield a matplotlib figure and its axes [rows, columns], then write `path` (PNG)."""
     with require_extra("a figure", "matplotlib", "eval"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -116,7 +112,5 @@ def drawing(
     with rc_context(style):
         figure = Figure(figsize=figsize, layout="constrained")
         yield figure, figure.subplots(rows, columns, squeeze=False, **options)
-        if note:
-            figure.supxlabel(note, fontsize=8.5, color="#6b7079")
         with atomic_file(path) as temporary:
             figure.savefig(temporary, format="png")

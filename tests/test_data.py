@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tools.small_models import refused
 from transformers import PreTrainedTokenizerFast
 
 from mhla_hf.data import open_text
@@ -109,9 +110,8 @@ def test_bad_text(tokenizer, tmp_path, name, content, words):
         path.mkdir()
     else:
         path.write_text(content)
-    with pytest.raises(ValueError, match=words) as caught:
+    with refused(match=words):
         open_text(str(path), tokenizer, vocab_size=9).reader(10, 0, 0).take(1)
-    assert "\n" not in str(caught.value)
 
 
 def test_text_needs_a_tokenizer_and_a_dataset_within_reach():

@@ -7,7 +7,7 @@ from pathlib import Path
 import mhla_hf
 
 PACKAGE = Path(mhla_hf.__file__).parent
-FLOORS = ["ops", "nn", "models", "checkpoints", "data plots", "conversion", "training", "sampling", "evaluation"]
+FLOORS = ["ops", "nn", "models", "checkpoints", "data facts plots", "conversion", "training", "sampling", "evaluation"]
 FLOORS += ["vllm_plugin", "hub", "info", "cli"]
 FLOORS = [{*names.split()} for names in FLOORS] + [{"_register", ""}]
 

@@ -85,7 +85,6 @@ def test_which_steps_have_mhla(family, start, end, mhla):
 
 
 def test_compiled_models_switch():
-    """With two graphs: one for each attention."""
     model, eager = (shaken(mhla_hf.convert(tiny_transformer("wan"), layers="all")) for _ in range(2))
     torch._dynamo.reset()
     model.compile_repeated_blocks(fullgraph=True, backend="eager")

@@ -1,11 +1,10 @@
 """Bundle a model, with the code of ops, nn and models that it uses, into one self-contained source file.
 
-A checkpoint carries its own code, and diffusers fetches exactly one source file from the Hub. The bundle is assembled from
-the source of the installed package: names are never rewritten, definitions that nothing refers to are left out, and
-docstrings are cut to their first paragraph. The tests check that merging changes the meaning of no module.
+A checkpoint carries its own code, and diffusers fetches exactly one source file from the Hub. No name is rewritten,
+definitions that nothing refers to are left out, and docstrings are cut to their first paragraph.
 
-The Hub loaders scan the file with regular expressions, so no text in it may look like a relative import, and every import
-outside `try:` is treated as a requirement.
+The Hub's loaders scan the file with regular expressions: no text may look like a relative import, and every import outside
+`try:` is a requirement.
 """
 
 import ast
@@ -24,11 +23,10 @@ from ..models.transformers_api import TESTED_TRANSFORMERS
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
 PLACEHOLDER = "package"
-LANGUAGE_ENTRIES = ("models.language.language_model", *CAUSAL.sources.values())
-OTHER_ENTRIES = ("models.vision.vision_model", *ENCODER.sources.values(), *TOWER.sources.values())
 # Entry to bundle, a module or "module:function" -> the library that loads the bundle
 ENTRIES = {
-    **dict.fromkeys((*LANGUAGE_ENTRIES, *OTHER_ENTRIES), "transformers"),
+    **dict.fromkeys(("models.language.language_model", "models.vision.vision_model"), "transformers"),
+    **dict.fromkeys((entry for kind in (CAUSAL, ENCODER, TOWER) for entry in kind.sources.values()), "transformers"),
     **dict.fromkeys((family.entry for family in DIFFUSION), "diffusers"),
 }
 OLDEST = TESTED_TRANSFORMERS[0]
@@ -47,33 +45,24 @@ _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha
 
 @functools.cache
 def build_bundle(entry: str) -> str:
-    """Return the source text of the bundle for the module `mhla_hf.<entry>`, one of `ENTRIES`; it is built once per process.
-
-    The text is a header, the imports, and then each module in dependency order. For "module:function", it has that function,
-    as its `__getattr__`, and what the function uses.
-    """
+    """Return the source text of the bundle for an entry, one of `ENTRIES`; a function becomes its `__getattr__`."""
     if entry not in ENTRIES:
         raise ValueError(f"entry: got {entry!r}, expected one of {list(ENTRIES)}.")
     return fold(_PACKAGE, entry, ENTRIES[entry])
 
 
 def make_source(entry: str) -> tuple[str, str]:
-    """Return the file name and the source text of the bundle for `entry`.
-
-    For diffusers, the file name contains the hash of the text, because diffusers caches the source files of all
-    repositories in one folder.
-    """
+    """Return the file name and the source text of the bundle for an entry."""
     text = build_bundle(entry)
     if ENTRIES[entry] != "diffusers":
         return FILE_NAME, text
+    # With a hash, because diffusers caches the source files of all repositories in one folder.
     family = entry.split(".")[-1].removesuffix("_transformer")
     return f"modeling_mhla_{family}_{check_bundle(text)['sha256']}.py", text
 
 
 def check_bundle(text: str) -> dict[str, str]:
-    """Verify a bundle's hash, and return its header: "format", "entry", "version", and "sha256".
-
-    "sha256" has 12 hex digits, which are also the `NAMESPACE` of the bundle (`ops/namespace.py`).
+    """Return a bundle's header: "format", "entry", "version", and "sha256", the 12 digits of its `NAMESPACE`.
 
     Raise ValueError if there is no header, the format is newer than this package supports, or the text was changed.
     """
@@ -131,28 +120,20 @@ def _join_imports(lines: Collection[str]) -> str:
 
 @dataclass(eq=False)
 class _Statement:
-    """A top-level statement with the comments above it, and the module-level names that it binds and uses.
-
-    A definition is droppable, that is, left out if nothing uses its names: a function, a class, an assignment to names, or
-    a `try` around an import.
-    """
+    """A top-level statement with the comments above it, and the module-level names that it binds and uses."""
 
     text: str
     binds: set[str]
     uses: set[str]
-    droppable: bool
+    droppable: bool  # if nothing uses its names: a definition, an assignment to names, or a `try` around an import
 
 
 @dataclass
 class _Module:
-    """A source file: `siblings` maps modules of the package to the names imported from them, `imports` maps names from
-    libraries to their import lines.
-    """
-
     path: str
     statements: list[_Statement]
-    siblings: dict[str, set[str]]
-    imports: dict[str, str]
+    siblings: dict[str, set[str]]  # module of the package -> names imported from it
+    imports: dict[str, str]  # name from a library -> its import line
 
 
 def _hash_text(text: str) -> str:
@@ -166,7 +147,7 @@ def _replace_hash(text: str, old: str, new: str) -> str:
 
 
 def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> None:
-    """Add the module `name` to `modules` in place, after the modules it imports: the order in which Python runs them."""
+    """Add the module `name` to `modules` in place, after those it imports, as Python runs them."""
     module = _read_module(package, name)
     for sibling in module.siblings:
         if sibling not in modules:
@@ -218,7 +199,7 @@ def _find_names(source: str) -> tuple[set[str], set[str]]:
     """Return two sets: the module-level names that a statement binds, and the names that it uses in any of its scopes."""
     top = symtable.symtable(source, "", "exec")
     tables = [top]
-    for table in tables:  # grows while iterating, until all nested scopes are in it
+    for table in tables:  # which grows, until all nested scopes are in it
         tables += table.get_children()
     bound = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     symbols = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_global() or table is top]
@@ -243,7 +224,7 @@ def _drop_unreachable(modules: Collection[_Module], roots: list[_Statement]) -> 
     statements = [statement for module in modules for statement in module.statements]
     kept = list(roots)
     used: set[str] = set()
-    for statement in kept:  # grows while iterating, until everything that is used is in it
+    for statement in kept:  # which grows, until everything that is used is in it
         used.update(statement.uses)
         kept += [item for item in statements if item.binds & statement.uses and item not in kept]
     for module in modules:

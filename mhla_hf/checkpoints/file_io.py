@@ -1,8 +1,4 @@
-"""Read and write files: atomic files and folders, JSON and YAML, and errors that name the file or argument at fault.
-
-Files and folders are written under a temporary name and then renamed, so that a reader never sees an incomplete one, and
-an interruption leaves the old one in place.
-"""
+"""Read and write files: atomic files and folders, JSON and YAML, and errors that name the file or argument at fault."""
 
 import contextlib
 import glob
@@ -36,10 +32,7 @@ TOKENIZER_FILES = (
 
 @contextlib.contextmanager
 def wrap_errors(message: str) -> Iterator[None]:
-    """Context manager that turns any exception into `ValueError("<message> (<reason>).")`, on one line.
-
-    Use it around code that reads untrusted files, where a third-party library may raise any exception.
-    """
+    """Turn any exception, such as libraries raise for untrusted files, into `ValueError("<message> (<reason>).")`."""
     try:
         yield
     except Exception as error:
@@ -48,7 +41,7 @@ def wrap_errors(message: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def renamed_errors(argument: str, name: str) -> Iterator[None]:
-    """Context manager that replaces `argument` by `name` in errors whose message begins with "<argument>:"."""
+    """Replace `argument` by `name` in errors whose message begins with "<argument>:"."""
     try:
         yield
     except (ImportError, TypeError, ValueError) as error:
@@ -58,10 +51,7 @@ def renamed_errors(argument: str, name: str) -> Iterator[None]:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class if it has none.
-
-    While the line ends in ":", "," or " or", the next line is joined to it.
-    """
+    """Return the first line of an error's message, and what continues it, or else the name of its class."""
     if TORCH_SAVE_ERROR.search(str(error)):
         return "the disk is full, or a file exceeds its limit"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -101,11 +91,7 @@ def check_writable(path: PathLike, argument: str, num_bytes: int = 0) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: PathLike) -> Iterator[Path]:
-    """Context manager that yields a temporary path to write to, and renames it to `path` at the end.
-
-    Parent folders are created. After an error, the temporary file is removed and `path` is unchanged. An `OSError` about
-    the temporary path is reported for `path`.
-    """
+    """Yield a temporary path to write to, renamed to `path` at the end; after an error, `path` is unchanged."""
     path = Path(path)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,10 +108,9 @@ def atomic_file(path: PathLike) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder(parent: PathLike, prefix: str) -> Iterator[Path]:
-    """Context manager that creates a folder in `parent`, named `prefix` plus random letters, and removes it at the end.
+    """Yield a new folder in `parent`, named `prefix` plus random letters and removed at the end.
 
-    The folder contains `LOCK_FILE`, which is locked while the process lives. Folders with the same prefix whose process
-    was killed are removed first.
+    It contains `LOCK_FILE`, locked while the process lives. Folders of the same prefix from killed processes are removed.
     """
     remove_abandoned(parent, prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -137,10 +122,7 @@ def temporary_folder(parent: PathLike, prefix: str) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: PathLike, prefix: str) -> None:
-    """Remove the folders that `temporary_folder` created in `parent` with this prefix in processes that have ended.
-
-    A folder is left alone if it has no `LOCK_FILE`, if its `LOCK_FILE` is locked, or if removing it fails.
-    """
+    """Remove the folders with an unlocked `LOCK_FILE` that `temporary_folder` left in `parent` under this prefix."""
     for lock_file in Path(parent).glob(f"{glob.escape(prefix)}*/{LOCK_FILE}"):
         if not lock_file.parent.is_symlink():
             with contextlib.suppress(OSError):  # includes filelock.Timeout
@@ -150,25 +132,21 @@ def remove_abandoned(parent: PathLike, prefix: str) -> None:
 
 
 def _remove_temporary(folder: Path) -> None:
-    """Remove a temporary folder.
-
-    If `atomic_folder` was interrupted while this folder held the one to replace, that one is moved back first. `LOCK_FILE`
-    goes last: without it, `remove_abandoned` would not find what a killed process left.
-    """
+    """Remove a temporary folder, after moving back what an interrupted `atomic_folder` was replacing."""
     target = folder.parent / folder.name.rpartition(".tmp-")[0]
     if (folder / REPLACED).exists() and not target.exists():
         os.replace(folder / REPLACED, target)
-    for entry in folder.glob("*"):
-        shutil.rmtree(entry, ignore_errors=True)  # leaves files alone
+    for entry in folder.glob("*"):  # all but `LOCK_FILE`, by which `remove_abandoned` finds what a killed process left
+        shutil.rmtree(entry, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | None = None) -> Iterator[Path]:
-    """Context manager that yields an empty temporary folder, and renames it to `target` at the end.
+    """Yield an empty temporary folder, renamed to `target` at the end; after an error, `target` is unchanged.
 
-    After an error, the temporary folder is removed and `target` is unchanged. Without `replace`, an existing `target` must
-    be empty. `parent`, where the temporary folder is made, must be on the same file system (default: beside `target`).
+    Without `replace`, an existing `target` must be empty. `parent`, where the temporary folder is made, must be on the same
+    file system (default: beside `target`).
     """
     target = Path(target)
     parent = Path(parent or target.parent)
@@ -185,7 +163,7 @@ def atomic_folder(target: PathLike, replace: bool = False, parent: PathLike | No
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe YAML loader that reads `1e-3` as a number, following YAML 1.2 instead of 1.1."""
+    """Reads `1e-3` as a number, as in YAML 1.2."""
 
 
 EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$")
@@ -193,7 +171,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-01234
 
 
 def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
-    """Return the path of the YAML file called `name` in `folder`, or else `name` itself if it is the path of a file."""
+    """Return the path of the YAML file called `name` in `folder`, or else the file `name`."""
     names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
     if not path.is_file():
@@ -226,10 +204,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return whether `folder` holds earlier work of the same `identity`, from which to resume; False if it is empty.
-
-    Earlier work stored its identity in the JSON file `record`. Raise ValueError if the folder holds anything else.
-    """
+    """Return whether `folder` holds work of this `identity`, by its JSON file `record`; refuse any other content."""
     folder, start = Path(folder), f"{argument}: got {str(folder)!r}"
     present = json.loads(json.dumps(identity))
     if (stored := read_json(folder / record)) is not None:

@@ -20,11 +20,7 @@ FILES_WITH_ORIGIN = ("config.json", PIPELINE_INDEX)
 
 
 def fingerprint_folder(folder: PathLike) -> str:
-    """Return "files:" and 32 hex digits of a SHA-256 over the files that determine a local model's output.
-
-    These are weights, configuration, tokenizer and source code, for a pipeline also those in the component folders. Cards,
-    results, plots and training records are ignored. Raise FileNotFoundError if the folder has no weights.
-    """
+    """Return "files:" and 32 hex digits of a SHA-256 over the weights, configuration, tokenizer, and source of a model."""
     folder = Path(folder)
     entries = folder.rglob("*") if (folder / PIPELINE_INDEX).is_file() else folder.iterdir()
     files = sorted(
@@ -45,10 +41,7 @@ def fingerprint_folder(folder: PathLike) -> str:
 
 
 def fingerprint_model(model: Any) -> str:
-    """Return "tensors:" and 32 hex digits of a SHA-256 over the names, dtypes, shapes and bytes of a model's state dict.
-
-    For a pipeline, this covers the state dicts of its components and the settings of components without weights.
-    """
+    """Return "tensors:" and 32 hex digits of a SHA-256 over a model's state dict, or over all components of a pipeline."""
     digest = hashlib.sha256()
     for name, component in sorted(getattr(model, "components", {"": model}).items()):
         digest.update(f"{name}\0{type(component).__name__}\0".encode() if name else b"")
@@ -67,11 +60,7 @@ def hash_json(content: Any, digits: int = 16) -> str:
 
 
 def strip_origin(data: bytes) -> bytes:
-    """Return the bytes of a configuration file of diffusers without the path or Hub id from which it was loaded.
-
-    Any other file is returned unchanged. Both pushing and fingerprinting do this, so that a pushed model has the
-    fingerprint of the model that was evaluated.
-    """
+    """Return a configuration of diffusers without the path or Hub id it was loaded from, and any other file unchanged."""
     try:
         content = json.loads(data)
     except ValueError:
@@ -83,6 +72,5 @@ def strip_origin(data: bytes) -> bytes:
 
 
 def hash_file(path: PathLike) -> str:
-    """Return the sha256 of a file's bytes, 64 hex digits."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,7 +1,4 @@
-"""Load a saved model as a user without mhla_hf does, in a process that can import neither mhla_hf nor Triton.
-
-The process has an empty Hugging Face cache, no network and no token, so that a model that needs more than its folder fails.
-"""
+"""Load a saved model in a process without mhla_hf and Triton, with an empty Hugging Face cache, no network and no token."""
 
 import json
 import os
@@ -25,10 +22,9 @@ ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 def load_isolated(
     folder: PathLike, kind: str, *, inputs: PathLike | None = None, dtype: str = "auto"
 ) -> dict[str, Any]:
-    """Load a saved model in an isolated process, and return a report: its class, weights, and what it imported.
+    """Load a saved model of a `kind` of `hub.facts.Facts` in such a process, and return a report of what was loaded.
 
-    A language model also runs on `inputs`, a safetensors file with `ids` [B, T] and the expected `logits`. `kind` is that of
-    `hub.facts.Facts`.
+    A language model also runs on `inputs`, a safetensors file with `ids` [B, T] and the expected `logits`.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     class_names = (read_json(Path(folder, "config.json")) or {}).get("architectures") or [""]
@@ -58,10 +54,7 @@ def load_isolated(
 
 
 def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str:
-    """Return the class of a model after checking that it loads without mhla_hf, from its own source and with all weights.
-
-    The logits of a causal language model must also be finite.
-    """
+    """Return the class of a model; raise ValueError unless its own source loads all weights, and gives finite logits."""
     if kind == "pipeline" and (missing := missing_transformers_weights(Path(folder), {})):
         raise ValueError(f"{folder}: got a model that lacks the weight {missing[0]!r}, expected all weights.")
     report = load_isolated(folder, kind, dtype=dtype)
@@ -71,9 +64,7 @@ def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str
     if report["unexpected"]:
         raise ValueError(f"{start} has no place for the weight {report['unexpected'][0]!r}, expected no other weights.")
     if report["imported"]:
-        raise ValueError(
-            f"{start} imports {report['imported'][0]}, expected only torch, the model's library, and what they require."
-        )
+        raise ValueError(f"{start} imports {report['imported'][0]}, expected only what its library requires.")
     if not report["class"].startswith(("transformers_modules.", "diffusers_modules.")):
         raise ValueError(f"{start} is of {report['class']}, expected the class in its own source file.")
     if not report.get("finite", True):

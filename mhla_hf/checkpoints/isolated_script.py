@@ -1,7 +1,6 @@
 """Script that loads a saved model in a process where importing mhla_hf or Triton fails, even if they are installed.
 
-It is never imported: `load_isolated` passes its text to `python -c`, with the request as a JSON argument. It prints its
-report as one line of JSON.
+It is never imported: `load_isolated` passes it to `python -c` with a request in JSON, and it prints its report as JSON.
 """
 
 import sys
@@ -21,7 +20,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 @torch.no_grad()
 def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a model. If it is a causal language model, load its tokenizer, too, and run the model on the request's ids."""
+    """Load a model; if it is a causal language model, load its tokenizer, too, and run the model on the request's ids."""
     auto_class = getattr(transformers, request["auto_class"])
     options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
     model, loading_info = auto_class.from_pretrained(folder, **options)
@@ -38,10 +37,7 @@ def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 
 def load_diffusers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a diffusers model or pipeline, and compare the weights of its MHLA models with the safetensors files.
-
-    Return its MHLA model (the last one if there are several) and a report of missing and unexpected weights.
-    """
+    """Load a diffusers model or pipeline, and compare the weights of its MHLA models, of which the last is returned."""
     import diffusers
 
     is_model = request["kind"] == "model"

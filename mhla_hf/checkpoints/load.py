@@ -1,7 +1,6 @@
 """Load models, tokenizers and pipelines from a folder or the Hub, and refuse damaged ones.
 
-transformers fills missing weights with random ones and only warns; here, missing weights are an error. All errors are
-`ValueError` with one line that names the model.
+Missing weights, of which transformers only warns, are an error. All errors are `ValueError`, one line with the model's name.
 """
 
 import contextlib
@@ -38,18 +37,13 @@ from .file_io import (
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAX_LAYERS = 10_000  # refuse absurd configurations before transformers spends minutes building the model
+MAX_LAYERS = 10_000  # with more, transformers would spend minutes building the model
 CODE_KEYS = ("auto_map", "custom_pipelines", "custom_generate")  # configuration keys that name code to run
-
-# `load_*` returns (model in eval mode, tokenizer or image processor)
-Loaded = tuple[Any, Any]
+Loaded = tuple[Any, Any]  # model in eval mode, tokenizer or image processor
 
 
 def register_classes(config: Any, classes: Sequence[type]) -> None:
-    """Register a model type's classes with transformers' Auto classes, unless the type is registered already.
-
-    If several belong to one Auto class, the first is registered.
-    """
+    """Register a new model type with transformers' Auto classes, each of which gets the first class that belongs to it."""
     if config_class_of(config.model_type) is None:
         AutoConfig.register(config.model_type, config)
         for cls in reversed(classes):
@@ -57,10 +51,7 @@ def register_classes(config: Any, classes: Sequence[type]) -> None:
 
 
 def register_family(family: Family) -> None:
-    """Register the MHLA configuration and all MHLA models of a transformers family with the Auto classes.
-
-    If PEFT is imported already, its default LoRA targets for the base model type are also added for the converted one.
-    """
+    """Register all MHLA classes of a transformers family, and if PEFT is imported, the base's default LoRA targets."""
     module = importlib.import_module(f"..{family.entry}", __package__)
     classes = [getattr(module, f"MHLA{name}") for name in base_classes(family)]
     register_classes(classes[0].config_class, classes)
@@ -70,10 +61,7 @@ def register_family(family: Family) -> None:
 
 
 def register_model_type(source: PathLike, **hub_options: Any) -> None:
-    """Read the config.json of a folder or Hub id, and register the model's family if it is a converted model.
-
-    Raise ValueError if it is malformed or has more than `MAX_LAYERS` layers, and OSError if there is none.
-    """
+    """Read the config.json of a folder or Hub id, and register the model's family if it is a converted model."""
     read_json(Path(source, "config.json"))  # raises unless it holds an object
     config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **hub_options)
     for name, kind, expected in (("model_type", str, "a name"), ("architectures", list, "a list of names")):
@@ -89,7 +77,7 @@ def register_model_type(source: PathLike, **hub_options: Any) -> None:
 
 @contextlib.contextmanager
 def require_extra(feature: str, library: str, extra: str) -> Iterator[None]:
-    """Context manager that turns an ImportError into one whose message names the extra of mhla_hf to install."""
+    """Turn an ImportError into one that names the extra of mhla_hf to install."""
     try:
         yield
     except ImportError as error:
@@ -108,7 +96,7 @@ def is_pipeline(name: PathLike, revision: str | None = None) -> bool:
 
 
 def load_config(name: PathLike, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the configuration of a folder or Hub id, after registering the model type if it is a converted one."""
+    """Load the configuration of a folder or Hub id, and register the model type if it is a converted one."""
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"model: got {type(name).__name__}, expected a folder or a Hub id.")
     with wrap_errors(f"model: got {str(name)!r}, expected a configuration that can be loaded"):
@@ -129,8 +117,7 @@ def _read_processor(auto_class: Any, name: PathLike, *, trust_remote_code: bool,
     except (ValueError, OSError) as error:
         if auto_class is not AutoTokenizer or has_tokenizer(name):
             raise
-        message = f"it has no tokenizer; save one there: tokenizer.save_pretrained({str(name)!r})"
-        raise ValueError(message) from error
+        raise ValueError(f"it has no tokenizer; save one there: tokenizer.save_pretrained({str(name)!r})") from error
     if not trust_remote_code:
         strip_code_references(processor)
     return processor
@@ -143,11 +130,7 @@ def has_tokenizer(name: PathLike) -> bool:
 
 
 def strip_code_references(component: Any) -> list[str]:
-    """Remove, in place, the attributes of a component or configuration that refer to code, and return their names.
-
-    For a tokenizer this is `auto_map`, for an image processor or configuration every one of `CODE_KEYS`. Any other object is
-    left alone.
-    """
+    """Remove, in place, what refers to code from a tokenizer, image processor, or configuration; return the names."""
     if isinstance(component, transformers.PreTrainedTokenizerBase):
         return ["auto_map"] if component.init_kwargs.pop("auto_map", None) else []
     if not isinstance(component, (transformers.PreTrainedConfig, transformers.GenerationConfig, ImageProcessingMixin)):
@@ -156,17 +139,15 @@ def strip_code_references(component: Any) -> list[str]:
 
 
 def load_language_model(name: PathLike, **options: Any) -> Loaded:
-    """Load a causal language model in eval mode, and its tokenizer; for the options see `_load`."""
     return _load(name, transformers.AutoModelForCausalLM, AutoTokenizer, **options)
 
 
 def load_classifier(name: PathLike, **options: Any) -> Loaded:
-    """Load an image classifier in eval mode, and its image processor; for the options see `_load`."""
     return _load(name, transformers.AutoModelForImageClassification, transformers.AutoImageProcessor, **options)
 
 
 def load_encoder(name: PathLike, **options: Any) -> Loaded:
-    """Load a text encoder in eval mode, with the head that config.json names, and its tokenizer; see `_load`."""
+    """Load a text encoder, with the head that config.json names, and its tokenizer; for the options see `_load`."""
     hub_options = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     architectures = load_config(name, **hub_options).architectures or ["Model"]
     return _load(name, getattr(transformers, auto_class_of(architectures[0])), AutoTokenizer, **options)
@@ -177,10 +158,10 @@ def _load(
     device: torch.device | str | None = None, revision: str | None = None, trust_remote_code: bool = False,
     weights: bool = True, tokenizer: PathLike | None = None
 ) -> Loaded:  # fmt: skip
-    """Load a model and its processor with Auto classes. The type of a converted model is registered.
+    """Load a model and its processor with Auto classes; models of this package do not need `trust_remote_code`.
 
-    Models of this package do not need `trust_remote_code`. Without `weights`, parameters stay uninitialized on the CPU, for
-    a process that receives its shards from another one. `tokenizer` is a folder or Hub id (default: the model's own).
+    Without `weights`, parameters stay uninitialized on the CPU, for a process that receives its shards from another one.
+    `tokenizer` is a folder or Hub id (default: the model's own).
     """
     source = resolve_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
@@ -201,7 +182,7 @@ def _load(
 
 
 def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
-    """Build a model on the CPU with initialized buffers and uninitialized parameters, without reading any weights."""
+    """Build a model on the CPU with initialized buffers and uninitialized parameters."""
     from accelerate import init_empty_weights
 
     config = AutoConfig.from_pretrained(source, **options)
@@ -216,10 +197,7 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
 
 
 def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
-    """Return "language", "images" or "encoders" (of text) for a folder or Hub id; None for other models and failed loads.
-
-    Raise ValueError if it is a vision tower, which the commands do not support.
-    """
+    """Return "language", "images", "encoders" (of text), or None for others and failed loads; refuse vision towers."""
     try:
         config = load_config(name, revision=revision)
     except Exception:  # loading the model will report the reason
@@ -240,13 +218,13 @@ def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
 def verified_files(
     source: Path | str, revision: str | None = None, index: str = "config.json"
 ) -> Iterator[dict[str, Any]]:
-    """Context manager that checks the files in a folder, and yields keyword arguments for `from_pretrained`.
+    """Check the files in a folder, and yield keyword arguments for `from_pretrained`, which pin the commit of a Hub id.
 
-    For a Hub id, the arguments pin the commit, so that all files belong together. The commit is part of the cached path of
-    `index`, a file that every such model has. Within the block, transformers refuses untrusted code instead of asking at
-    the terminal and, for a folder, shows no progress bars.
+    Within the block, transformers refuses untrusted code instead of asking at the terminal and, for a folder, shows no
+    progress bars.
     """
     if not isinstance(source, Path):
+        # The cached path of a file that every such model has contains the commit.
         commit = Path(cached_file(source, index, revision=revision)).parent.name
         with no_code_prompts():
             yield {"revision": commit}
@@ -259,29 +237,24 @@ def verified_files(
 
 
 def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
-    """Raise ValueError if the checkpoint `name` lacks weights, whose names are in `missing`."""
     if missing := sorted(missing):
         start = f"model: got {str(name)!r}, which lacks {len(missing)} of its weights"
         raise ValueError(f"{start}, such as {missing[0]!r}, expected all.")
 
 
-def check_shards(index: PathLike) -> dict[str, str]:
-    """Return the weight_map of a sharded model's index, a dict from the name of a weight to its file.
-
-    Raise ValueError if it has none, or if a shard is not a file beside the index: transformers would follow a path.
-    """
+def check_shards(index: PathLike) -> None:
+    """Raise ValueError if a sharded model's index names no files beside it; transformers would follow a path elsewhere."""
     shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index}: got no weight_map, expected the index of a sharded model.")
     for shard in shards.values():
         if not isinstance(shard, str) or Path(shard).name != shard or not Path(index).with_name(shard).is_file():
             raise ValueError(f"{index}: got the shard {shard!r}, expected a file beside the index.")
-    return shards
 
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Context manager that turns off the progress bars of transformers."""
+    """Turn off the progress bars of transformers."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -293,7 +266,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_code_prompts() -> Iterator[None]:
-    """Context manager that makes transformers refuse untrusted code instead of asking at the terminal."""
+    """Make transformers refuse untrusted code instead of asking at the terminal."""
     timeout = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:
@@ -325,7 +298,7 @@ def load_pipeline(
     source: PathLike, *, dtype: str, device: torch.device | str | None, revision: str | None = None,
     trust_remote_code: bool = False
 ) -> Any:  # fmt: skip
-    """Load a diffusers pipeline; see `load_language_model`. With `dtype="auto"`, diffusers chooses the dtype."""
+    """Load a diffusers pipeline; for the options see `_load`. With `dtype="auto"`, diffusers chooses the dtype."""
     with require_extra(f"model: {str(source)!r}, a pipeline,", "diffusers", "diffusers"):
         from diffusers import DiffusionPipeline
 
@@ -357,10 +330,7 @@ def load_pipeline(
 
 
 def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]) -> list[str]:
-    """List the weights that are missing for the transformers models of a pipeline, as in "text_encoder.shared.weight".
-
-    If accelerate is installed, the models are built on the meta device and no weight is read.
-    """
+    """List the missing weights of a pipeline's transformers models, as in "text_encoder.shared.weight"."""
     is_local = isinstance(source, Path)
     index = Path(source, PIPELINE_INDEX) if is_local else hf_hub_download(str(source), PIPELINE_INDEX, **hub_options)
     meta = {"device_map": "meta"} if importlib.util.find_spec("accelerate") else {}
@@ -368,10 +338,9 @@ def missing_transformers_weights(source: Path | str, hub_options: dict[str, Any]
     for component, library_and_class in (read_json(index) or {}).items():
         if not isinstance(library_and_class, list) or library_and_class[0] != "transformers":
             continue
-        cls = getattr(transformers, str(library_and_class[1]), None)
-        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-            model_class: Any = cls
+        cls: Any = getattr(transformers, str(library_and_class[1]), None)
+        if issubclass(cls if isinstance(cls, type) else object, transformers.PreTrainedModel):
             options = {"subfolder": component, "use_safetensors": True, "output_loading_info": True}
-            _, loading_info = model_class.from_pretrained(str(source), **options, **meta, **hub_options)
+            _, loading_info = cls.from_pretrained(str(source), **options, **meta, **hub_options)
             missing += [f"{component}.{name}" for name in loading_info["missing_keys"]]
     return missing

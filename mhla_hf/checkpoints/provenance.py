@@ -17,7 +17,7 @@ LIBRARIES = (
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the version of each installed library that can change a result, by name."""
+    """Return the versions of the libraries that can change a result, by name."""
     versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:

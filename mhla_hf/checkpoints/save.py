@@ -1,7 +1,4 @@
-"""Save models atomically, and list the files that make up a saved model.
-
-Only the listed files may be overwritten by a new model, and only these are pushed to the Hub.
-"""
+"""Save models atomically, and list the files of a saved model: only these are overwritten, and pushed to the Hub."""
 
 import functools
 import json
@@ -39,8 +36,8 @@ WEIGHTS_AND_SOURCE = re.compile(
     r"(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|modeling_mhla\w*\.py"
 )
 
-# What sentence-transformers adds to an encoder: a list of modules, a folder for each module that has settings or
-# weights, and settings of the whole model. Modules and keys that are not listed here may name code and are dropped.
+# What sentence-transformers adds to an encoder: a list of modules, a folder for each module that has settings or weights,
+# and settings of the whole model. Other modules are refused and other keys dropped, because they may name code.
 SENTENCE_MODULES = "modules.json"
 SENTENCE_MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(Transformer|Pooling|Normalize|Dense|LayerNorm)")
 SENTENCE_MODULE_FOLDER = re.compile(r"\d+_\w+")
@@ -55,11 +52,7 @@ SENTENCE_SETTINGS = {
 
 
 def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Read the files that sentence-transformers adds to an encoder; without a modules.json, there are none.
-
-    Return a dict from path in the model folder to JSON content, or to the local `Path` of a module's weights. Raise
-    ValueError if a module is not one of the known types, which may mean that it runs code.
-    """
+    """Return what sentence-transformers adds to an encoder, path -> JSON or `Path` of weights; refuse unknown modules."""
     from transformers.utils import cached_file
 
     find = functools.partial(cached_file, str(name), revision=revision, _raise_exceptions_for_missing_entries=False)
@@ -97,7 +90,6 @@ def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str
 
 
 def read_sentence_files_or_warn(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the result of `read_sentence_files`. If it raises ValueError or OSError, log a warning and return {}."""
     try:
         return read_sentence_files(model, revision)
     except (ValueError, OSError) as error:
@@ -112,10 +104,7 @@ def is_model_file(name: str) -> bool:
 
 
 def list_saved_files(folder: PathLike) -> list[Path]:
-    """List the files in `folder` that belong to a saved model or pipeline.
-
-    They are recognized by the names that mhla_hf, transformers, diffusers and sentence-transformers give them.
-    """
+    """List the files in `folder` with names that mhla_hf and its libraries give those of a saved model or pipeline."""
     folder = Path(folder)
     names = read_json(folder / PIPELINE_INDEX) or {}
     components = [folder / name for name in names if name.isidentifier() and (folder / name).is_dir()]
@@ -135,10 +124,10 @@ def list_saved_files(folder: PathLike) -> list[Path]:
 
 
 def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int = 0) -> Path:
-    """Return `folder` as an absolute path after checking that a model of `num_bytes` can be saved there. Nothing is created.
+    """Return `folder` as an absolute path after checking that a model of `num_bytes` can be saved there.
 
-    If a process was killed while it replaced the folder, the old folder is moved back first. With `overwrite`, the folder
-    may contain a model saved by this package and nothing else.
+    What a killed process was replacing is moved back first. With `overwrite`, the folder may hold a model saved by this
+    package, and nothing else.
     """
     path = Path(folder).expanduser().resolve()
     remove_abandoned(path.parent, f"{path.name}.tmp-")
@@ -178,10 +167,7 @@ def holds_saved_model(folder: Path) -> bool:
 def save_model(
     model: Any, folder: PathLike, processor: Any = None, overwrite: bool = False, files: Mapping[str, Any] | None = None
 ) -> Path:
-    """Save a model or pipeline atomically, keeping an old model in `folder` until the new one is complete; return its path.
-
-    `processor` is its tokenizer or image processor; for `overwrite` see `check_new_folder`, for `files` `write_files`.
-    """
+    """Save a model or pipeline, its tokenizer or image processor, and `files`; an old model stays until all is written."""
     from .load import no_progress_bars
 
     path = check_new_folder(folder, overwrite, count_bytes(model))
@@ -198,7 +184,7 @@ def save_model(
 
 
 def write_files(folder: PathLike, files: Mapping[str, Any]) -> None:
-    """Write `files`, relative path -> JSON content or the `Path` of a file to copy, into a model's folder."""
+    """Write `files` into a model's folder: relative path -> JSON content, or the `Path` of a file to copy."""
     for path, content in dict(files).items():
         target = Path(folder, path)
         target.parent.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any = MISSING) -> Any:
-    """Declare a dataclass field whose value is None or satisfies `is_valid`; `expected` describes it in errors."""
+    """Declare a dataclass field whose value is None or satisfies `is_valid`, which errors call `expected`."""
     return dataclasses.field(default=default, metadata={"check": (is_valid, expected)})
 
 
@@ -37,33 +37,30 @@ fraction_below_one = number_in(0, math.nextafter(1, 0), "a number of at least 0 
 def check_fields(instance: Any) -> None:
     """Raise ValueError, `field: got X, expected Y.`, for the first field of a dataclass with an invalid value."""
     for field in dataclasses.fields(instance):
-        value, annotation = getattr(instance, field.name), field.type
+        value = getattr(instance, field.name)
         is_valid, expected = field.metadata.get("check", (lambda value: True, ""))
         try:
-            type_validator(field.name, value, annotation)
+            type_validator(field.name, value, field.type)
         except TypeError:
-            is_valid, expected = (lambda value: False), _describe_type(annotation)
+            is_valid, expected = (lambda value: False), _describe_type(field.type)
         if value is not None and not is_valid(value):
             raise ValueError(f"{field.name}: got {value!r}, expected {expected}.")
 
 
-if typing.TYPE_CHECKING:
-    from dataclasses import dataclass as checked  # so that type checkers know the fields and the constructor
-else:
+@typing.dataclass_transform(field_specifiers=(dataclasses.field,))
+def checked(cls: type[T]) -> type[T]:
+    """Make `cls` a dataclass that checks its fields before `__post_init__`, and calls its `validate_*` after it."""
+    finish = getattr(cls, "__post_init__", lambda self: None)
 
-    def checked(cls: type[T]) -> type[T]:
-        """Make `cls` a dataclass that checks its fields before `__post_init__`, and calls its `validate_*` after it."""
-        finish = getattr(cls, "__post_init__", lambda self: None)
+    def __post_init__(self: T) -> None:
+        check_fields(self)
+        finish(self)
+        for name in dir(self):
+            if name.startswith("validate_"):
+                getattr(self, name)()
 
-        def __post_init__(self: T) -> None:
-            check_fields(self)
-            finish(self)
-            for name in dir(self):
-                if name.startswith("validate_"):
-                    getattr(self, name)()
-
-        cls.__post_init__ = __post_init__
-        return dataclasses.dataclass(cls)
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+    return dataclasses.dataclass(cls)
 
 
 def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
@@ -83,7 +80,7 @@ def read_settings(cls: type[T], values: Any, prefix: str = "settings: ") -> T:
 
 
 def _describe_type(annotation: Any) -> str:
-    """Describe a type annotation for an error message, e.g. `int | None` or `one of ['a', 'b']`."""
+    """Describe a type annotation for an error, such as `int | None` or `one of ['a', 'b']`."""
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
         return f"one of {list(typing.get_args(annotation))}"

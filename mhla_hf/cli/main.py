@@ -1,6 +1,6 @@
-"""The command line `mhla-hf`: parse the arguments and call the function of the sub-command.
+"""The command line `mhla-hf`. Results go to stdout, all else to stderr.
 
-Sub-commands import their libraries when they run, so that `--help` is instant. Results go to stdout, all else to stderr.
+Sub-commands import their libraries when they run, so that `--help` is instant.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """Build the parser. Most options are named like the argument of the function that gets them."""
+    """Build the parser. Most options have the name of the argument that they become, in errors, too (`flags`)."""
     layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(prog="mhla-hf", description=DESCRIPTION, **layout)
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
@@ -64,10 +64,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line.
-
-    Args:
-        argv: The arguments after `mhla-hf` (default: those of this process).
+    """Run a command line: `argv`, or by default this process's arguments.
 
     Returns:
         The exit code: 0; 1 if stdout was closed; 2 for invalid input; 130 after Ctrl-C. With `--debug`, errors are raised.
@@ -117,14 +114,14 @@ def set_up_output(verbose: bool) -> None:
 
 
 def replace_unprintable() -> None:
-    """Print question marks for characters that the encoding lacks, instead of failing."""
+    """Have characters that the encoding lacks printed as question marks."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
 def describe_error(error: BaseException, flags: Mapping[str, str] | None = None) -> str:
-    """Describe an error in one line. If the message begins with an argument, the command's flag takes its place."""
+    """Describe an error in one line. An argument with which the message begins is replaced by its flag."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"

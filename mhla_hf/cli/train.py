@@ -92,8 +92,9 @@ def run_distill(
         os.environ.update({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"ACCELERATE_TORCH_DEVICE": device})
     is_main_process = os.environ.get("RANK", "0") == "0"
     from_settings = [key for key in overrides if key.startswith("settings.")]
+    dtype = "bfloat16" if loaded_recipe.run.get("mixed_precision") == "bf16" else "float32"
     if load.is_pipeline(student):
-        models = load_pipelines(student, teacher, loaded_recipe, from_settings, seed, trust_remote_code)
+        models = load_pipelines(student, teacher, loaded_recipe, dtype, from_settings, seed, trust_remote_code)
         with values.resumable(RunFolder(out).newest_state):
             distill(*models, recipe=loaded_recipe, seed=seed, out=out, **options)
         if is_main_process:
@@ -119,7 +120,6 @@ def run_distill(
         teacher = teacher or student
     else:
         check_no_settings(from_settings, student)
-    dtype = "bfloat16" if loaded_recipe.run.get("mixed_precision") == "bf16" else "float32"
     original = teacher and load_model(teacher, dtype=dtype, **load_options)[0]
     with values.resumable(RunFolder(out).newest_state):
         distill(model, original, tokenizer=tokenizer, recipe=loaded_recipe, seed=seed, out=out, **options)
@@ -131,20 +131,19 @@ def run_distill(
 
 def check_no_settings(names: list[str], student: str) -> None:
     if names:
-        start = f"set: got {names[0]!r} with {student!r}, which is converted already"
-        raise ValueError(f"{start}, expected a softmax model.")
+        got = f"{names[0]!r} with {student!r}, which is converted already"
+        raise ValueError(f"set: got {got}, expected a softmax model.")
 
 
 def load_pipelines(
-    student: str, teacher: str | None, recipe: Any, settings: list[str], seed: int, trust_remote_code: bool
+    student: str, teacher: str | None, recipe: Any, dtype: str, settings: list[str], seed: int, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load a student and, if a stage needs it, a teacher. They share all components but the transformers."""
+    """Load a student and, if a stage needs it, a teacher, which shares all components but the transformers."""
     import torch
 
     from ..checkpoints.load import load_pipeline
     from ..conversion import convert
 
-    dtype = "bfloat16" if recipe.run.get("mixed_precision") == "bf16" else "float32"
     model = load_pipeline(student, dtype="auto", device="cpu", trust_remote_code=trust_remote_code)
     if hasattr(model.transformer.config, "mhla"):
         check_no_settings(settings, student)

@@ -1,4 +1,4 @@
-"""Parse and check the arguments of commands before the slow imports; options that several commands share."""
+"""Parse and check the arguments of commands before the slow imports, and define options of several commands."""
 
 import argparse
 import contextlib
@@ -44,11 +44,9 @@ def parse_layers(text: str | None) -> str | list[int] | None:
 
 
 def parse_keep(text: str) -> Any:
-    """Parse how many KV heads keep softmax: a number or a fraction such as "1/6"; "17%", "64MiB", and "auto" stay text."""
+    """Parse how many KV heads keep softmax: a number or a fraction such as "1/6"; "17%", "64MiB" and "auto" stay text."""
     if not KEEP.fullmatch(text):
-        raise ValueError(
-            f"keep: got {text!r}, expected a share, a number, a percentage, a size such as 64MiB, or auto."
-        )
+        raise ValueError(f"keep: got {text!r}, expected a number, a share (1/6 or 17%), a size (64MiB), or auto.")
     numerator, slash, denominator = text.partition("/")
     return int(numerator) / int(denominator) if slash else parse_value(text)
 
@@ -66,7 +64,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a number, true, false or none. Not as YAML, which reads "no", a value of mixed_precision, as false."""
+    """Parse a number, true, false or none. YAML would read "no", a value of mixed_precision, as false."""
     constants = {"true": True, "false": False, "none": None}
     if text.lower() in constants:
         return constants[text.lower()]
@@ -77,13 +75,13 @@ def parse_value(text: str) -> Any:
 
 
 def load_libraries() -> None:
-    """Import torch and transformers, and register the model types: seconds, so commands check their arguments first."""
+    """Import torch and transformers, and register the model types. It takes seconds, so arguments are checked before."""
     importlib.import_module("mhla_hf._register").register()
 
 
 @contextlib.contextmanager
 def resumable(find_saved: Callable[[], Path | None]) -> Iterator[None]:
-    """On Ctrl-C, say from which file or folder the same command resumes, if there is one."""
+    """On Ctrl-C, name the file or folder from which the same command resumes, if there is one."""
     try:
         yield
     except KeyboardInterrupt as stop:

@@ -1,9 +1,8 @@
 """Compute features of images, and metrics from them: FID, sFID, IS, precision, recall, CLIP score.
 
-Inception is torch-fidelity's. The metrics are implemented here, in a few lines each, because torch-fidelity's need
-torchvision, and torchmetrics has no precision and recall (arXiv 1904.06991), a FID that takes no moments, which ADM's
-reference files contain, and a CLIP score that does not run with transformers 5. A Fréchet distance is called "FID" only with
-Inception's published weights; with another extractor it is a "Fréchet distance (<its name>)".
+Inception is torch-fidelity's. The metrics are computed here because torch-fidelity's need torchvision, and torchmetrics has
+no precision and recall (arXiv 1904.06991), no FID from moments, which ADM's reference files contain, and no CLIP score that
+runs with transformers 5. Only with Inception's published weights is a Fréchet distance called "FID".
 """
 
 import importlib
@@ -37,7 +36,7 @@ class Extractor:
         name: Name in tables.
         function: Maps B images of one size, uint8 [B, 3, height, width], to features [B, D], or to a dict with "features"
             and optionally "logits", [B, C] for C classes (for IS), and "spatial", [B, S] (for sFID).
-        version: A string that identifies the function and its weights. Scores of other versions are not reused.
+        version: Identifies the function and its weights; scores of other versions are not reused.
         genuine: Whether the function is Inception with FID's published weights.
     """
 
@@ -47,7 +46,7 @@ class Extractor:
     genuine: bool = False
 
     def label(self, metric: str) -> str:
-        """Return a metric's name in tables: without FID's published weights, a generic one."""
+        """Return a metric's name in tables, a generic one without FID's published weights."""
         return metric if self.genuine else f"{OTHER_NAMES.get(metric, metric)} ({self.name})"
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -70,10 +69,7 @@ def find_extractor(
 
 
 def load_inception(weights: str | Path | None = None, device: torch.device | str = "cpu") -> Extractor:
-    """Return FID's Inception from torch-fidelity, which downloads the weights once if none are given.
-
-    Its "spatial" features have the order of ADM's evaluator, to match the moments in ADM's reference files.
-    """
+    """Return FID's Inception from torch-fidelity, which downloads the weights once if none are given."""
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
@@ -94,7 +90,7 @@ def load_inception(weights: str | Path | None = None, device: torch.device | str
     def extract(images: torch.Tensor) -> dict[str, torch.Tensor]:
         with torch.inference_mode():
             features, logits = network(images.to(device))
-        # The first 7 channels, 17 x 17, of the 1x1 branch of the block that TensorFlow calls mixed_6, channels last.
+        # As ADM's evaluator: the first 7 channels of the 1x1 branch of TensorFlow's block mixed_6, channels last.
         spatial = hooked["spatial"][:, :7].permute(0, 2, 3, 1).flatten(1)
         return {"features": features, "logits": logits, "spatial": spatial}
 
@@ -115,9 +111,8 @@ def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> s
 
 
 def hash_source(source: Any, progress: bool = False) -> str | None:
-    """Return a hash of a local file or folder; any other value as a string, except None."""
-    path = Path(source or "")
-    if source is None or not path.exists():
+    """Return a hash of a local file or folder, any other value as a string, and None for None."""
+    if source is None or not (path := Path(source)).exists():
         return source and str(source)
     return hash_file(path) if path.is_file() else hash_files(filter(Path.is_file, path.rglob("*")), path, progress)
 
@@ -151,7 +146,7 @@ def frechet_distance(sample: Moments, reference: Moments) -> float:
 def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float | None]:
     """Return (mean, standard error) over splits of exp(mean KL divergence of p(y|x) from p(y)); one split has no error.
 
-    p(y|x) are the classes that `logits` [N, C] give for an image, p(y) is their mean over a split.
+    p(y|x) are the probabilities of an image's classes, whose logits are [N, C], and p(y) is their mean over a split.
     """
     if len(logits) < 2 * splits:
         raise ValueError(f"images: got {len(logits)} for {splits} splits, expected at least {2 * splits}.")
@@ -167,12 +162,12 @@ def precision_recall(
 ) -> tuple[float, float]:
     """Return precision and recall (arXiv 1904.06991) of features [N, D] against references [R, D], `chunk` rows at once.
 
-    Precision is the fraction of samples that are nearer to some reference than its k-th nearest neighbor among the
+    Precision is the fraction of samples that are as near to some reference as its k-th nearest neighbor among the
     references, and recall the same of references to samples.
     """
     if min(len(sample), len(reference)) <= neighbors:
-        counts = f"{len(sample)} samples, {len(reference)} references"
-        raise ValueError(f"features: got {counts}, expected at least {neighbors + 1} of each.")
+        got = f"{len(sample)} samples, {len(reference)} references"
+        raise ValueError(f"features: got {got}, expected at least {neighbors + 1} of each.")
 
     def covered(points: torch.Tensor, centers: torch.Tensor) -> float:
         radii = torch.cat([torch.cdist(rows, centers).kthvalue(neighbors + 1).values for rows in centers.split(chunk)])
@@ -186,7 +181,7 @@ def precision_recall(
 def clip_scores(
     paths: Sequence[Path], prompts: Sequence[str], clip: str | Path, device: torch.device | str, batch_size: int
 ) -> torch.Tensor:
-    """Return 100 max(cos, 0) of each image and its prompt, fp64 [N]. Prompts are cut to the model's context."""
+    """Return 100 max(cos, 0) of each image and its prompt, cut to the model's context, fp64 [N]."""
     with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():
         model = CLIPModel.from_pretrained(clip).to(device).eval()
         processor = CLIPProcessor.from_pretrained(clip)

@@ -59,7 +59,7 @@ class ImageProtocol:
         name: Name of the task in tables.
         images: Number of images.
         classes: Number of classes. Labels are drawn at random. Not together with `prompts`.
-        prompts: File with one prompt per line. They are used in order, starting over if there are more images.
+        prompts: File with one prompt per line, used in order, and again from the first if there are more images.
         sampling: Further arguments of the pipeline.
         reference: ADM's .npz file (arr_0; mu, sigma, mu_s, sigma_s), or a folder of images of one size.
         extractor: "inception", "module:function", or an `Extractor`.
@@ -119,8 +119,7 @@ class _Judge(PipelineJudge):
 
     def __init__(self, subject: Subject, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]) -> None:
         super().__init__(subject, protocol, state)
-        self.extractor = extractor
-        self.content = content
+        self.extractor, self.content = extractor, content
         self.count = min(protocol.images, self.args.limit or protocol.images)
         self.hash = hash_json([VERSION, self.count, content])
 
@@ -137,9 +136,9 @@ class _Judge(PipelineJudge):
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
-        """Return features by name, [N, ...] each, of images (paths or an array); None unless in the main process.
+        """Return features of images (paths or an array) by name, [N, ...] each; None unless in the main process.
 
-        They are cached in chunks, so that a stop loses one at most.
+        They are stored in chunks, of which an interruption loses one at most.
         """
         chunks = {cache / f"{i // CHUNK:05d}.safetensors": images[i : i + CHUNK] for i in range(0, len(images), CHUNK)}
         mine = list(chunks.items())[self.state.process_index :: self.state.num_processes]
@@ -167,9 +166,9 @@ class _Judge(PipelineJudge):
         return features
 
     def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:
-        """Return the reference's features [N, D], if they are needed, and its moments by name of features.
+        """Return the reference's features [N, D], if needed, and its moments by name of features.
 
-        An .npz file has moments of Inception's features. For another extractor, they are computed from the file's images.
+        Moments in an .npz file are Inception's. For another extractor, they are computed from the file's images.
         """
         path = Path(self.protocol.reference)
         moments = {}
@@ -203,8 +202,7 @@ class _Judge(PipelineJudge):
             with wrap_errors(f"prompts: got {str(protocol.prompts)!r}, expected a text file"):
                 prompts = read_prompt_lines(Path(protocol.prompts))
             if not prompts:
-                start = f"prompts: got {str(protocol.prompts)!r}, which is empty"
-                raise ValueError(f"{start}, expected one prompt per line.")
+                raise ValueError(f"prompts: got {str(protocol.prompts)!r}, an empty file, expected a prompt per line.")
             conditions = [prompts[index % len(prompts)] for index in range(count)]
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
 
@@ -216,9 +214,9 @@ class _Judge(PipelineJudge):
         # Before images are generated, so that an invalid reference is reported early.
         reference: Any = self._reference(missing) if missing & REFERENCE_METRICS else (None, {})
         reference_features, reference_moments = reference
-        identity = {"plan": hash_json(plan)}
         sampling = {"output_type": "pil", **self.protocol.sampling}
         options = {"batch_size": self.args.batch_size, "label": f"{name}: images"}
+        identity = {"plan": hash_json(plan)}
         self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **options)
         paths = [folder / sample.name for sample in plan]
         features: Any = None
@@ -269,8 +267,7 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
     if list(args.recipe.tasks) != ["acc"]:
         raise ValueError(f"tasks: got {list(args.recipe.tasks)}, expected ['acc'] for classifiers.")
     if not protocol.data:
-        expected = "a folder with one folder of images per class, or a dataset"
-        raise ValueError(f"settings: data: got none, expected {expected}.")
+        raise ValueError("settings: data: got none, expected a folder with a folder of images per class, or a dataset.")
     subjects = find_subjects(models, args)
     processor: Any = protocol.processor
     if isinstance(processor, (str, Path)):
@@ -303,5 +300,4 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
         accuracy = top1_accuracy(model, images.renumber_for(model.config), used_processor, args.batch_size, bar)
         scores = {"acc": (accuracy, fraction_error(accuracy, count), True, count)}
         subject.store_scores(task, scores, task_hash, started, model.device)
-    wanted = (task, args.limit)
-    return {x.name: Results(r for r in x.kept if (r.task, r.limit) == wanted) for x in subjects}
+    return {x.name: Results(r for r in x.kept if (r.task, r.limit) == (task, args.limit)) for x in subjects}

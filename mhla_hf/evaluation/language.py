@@ -1,7 +1,7 @@
-"""Score language models with unpatched lm-eval 0.4.13, as `lm_eval --model hf` does, for several models.
+"""Score language models with unpatched lm-eval 0.4.13, as `lm_eval --model hf` does.
 
-A score is reused if task, its hash, shots, limit, seeds, window, dtype and the weights are the same. Scores are written
-after every task, so that an interrupted evaluation can continue.
+A score is reused if task, its hash, shots, limit, seeds, window, dtype and weights are the same. Scores are stored after
+every task, so that an interrupted evaluation can continue.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class LanguageProtocol:
     """Settings of a recipe of kind "language" whose tasks are generated for given lengths: recall, or lm-eval's RULER.
 
     Args:
-        lengths: Lengths in tokens of text, question and answer, each at least 128; empty for tasks without a length.
-        depths: For recall, places of the facts in percent of the text, from its start.
+        lengths: Tokens of text, question and answer together, each at least 128; empty for tasks without a length.
+        depths: For recall, places of the facts in percent of the text.
         items: For recall, number of questions per depth.
         text: For recall, a UTF-8 file between whose lines the facts stand; None means filler.
     """
@@ -113,8 +113,7 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
                 window = resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
             missing = [item for item in requested if args.force or not item.is_known(subject, window)]
             if missing:
-                lengths = cast(list[int], protocol.lengths)  # a list since `validate_lengths`
-                _judge(subject, missing, args, state, max(lengths, default=0))
+                _judge(subject, missing, args, state, max(cast(list[int], protocol.lengths), default=0))
                 broadcast_scores(subject, state)
             else:
                 logger.info("%s: all scores are known already", subject.name)
@@ -131,7 +130,7 @@ def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: An
             tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
             tokenizer.save_pretrained(folder)
             metadata = {"tokenizer": str(folder), "max_seq_lengths": protocol.lengths}
-            pairs = [*itertools.product(cast(list[int], protocol.lengths), names)]
+            pairs = [*itertools.product(cast(list[int], protocol.lengths), names)]  # a list since `validate_lengths`
             if tasks := [task for task in TASKS if any(fnmatch(f"{task}_{length}", name) for length, name in pairs)]:
                 text = None if protocol.text is None else read_text_file(Path(protocol.text), "settings: text")
                 make_recall(folder / "recall", tokenizer, **{**vars(protocol), "text": text}, tasks=tasks)
@@ -145,8 +144,7 @@ def load_tasks(
 ) -> list[Requested]:  # fmt: skip
     """Load tasks, groups or tags by name or pattern, or by a dict from these to the number of examples in the prompt.
 
-    `num_fewshot` is for all tasks, except those that require 0. `metadata` are the arguments of tasks that generate their
-    data, such as lengths and tokenizer for RULER; for `data_files`, see `read_from_files`.
+    `num_fewshot` is for all tasks but those that require 0. `metadata` are arguments of tasks that generate their data.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
     paths = list_paths(include_path)
@@ -173,9 +171,9 @@ def load_tasks(
 
 
 def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | Path) -> set[str]:
-    """Make tasks read files in `folder` instead of the Hub, and return the names of those that have one; see `evaluate`.
+    """Have tasks read files in `folder` (see `evaluate`) instead of the Hub, and return the names of those that have one.
 
-    The tasks' new settings are in `temporary`, which must exist until they are loaded.
+    Their new settings are in `temporary`, which must exist until they are loaded.
     """
     path_by_name = {path.name: str(path.resolve()) for path in sorted(Path(folder).iterdir(), reverse=True)}
     path_by_name = {name.removesuffix(".gz"): path for name, path in path_by_name.items()}
@@ -266,7 +264,7 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
 def score(
     language_model: HFLM, requested: Requested, *, seeds: Sequence[int], facts: Mapping[str, Any]
 ) -> list[Result]:
-    """Run lm-eval on the tasks of one name, and return the records, which share `facts`; none unless in the main process.
+    """Run lm-eval on the tasks of one name; in the main process, return the records, which share `facts`.
 
     The four `seeds` are for Python, NumPy, torch, and lm-eval's choice of examples.
     """
@@ -279,8 +277,7 @@ def score(
     raw = run_harness(lm=language_model, task_dict=requested.loaded, limit=facts["limit"], log_samples=True)
     if raw is None:  # only the first process gets the results
         return []
-    seconds = round(time.perf_counter() - started, 3)
-    facts = {**facts, "seconds": seconds, "window": language_model.max_length}
+    facts = {**facts, "seconds": round(time.perf_counter() - started, 3), "window": language_model.max_length}
     records = []
     for name, (hash_of_task, shots) in requested.scored.items():
         values = raw["results"][name]
@@ -310,7 +307,7 @@ def score(
 
 
 def ratio_stderr(metric: str, pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the standard error of a function of r = sum(loglikelihood) / sum(size), for which lm-eval computes none.
+    """Return the standard error of a function of r = sum(l_i) / sum(w_i), which lm-eval lacks, from `pairs` (l_i, w_i).
 
     That of r is about sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i. Fewer than two documents have none.
     """
@@ -325,7 +322,7 @@ def ratio_stderr(metric: str, pairs: Sequence[tuple[float, float]]) -> float | N
 
 @contextlib.contextmanager
 def quiet_harness(progress: bool) -> Iterator[None]:
-    """Hide lm-eval's log messages below errors and, without `progress`, all output on stderr."""
+    """Hide lm-eval's log messages below errors and, without `progress`, what is written to stderr."""
     harness = logging.getLogger("lm_eval")
     level = harness.level
     harness.setLevel(logging.ERROR)

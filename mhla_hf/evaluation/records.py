@@ -88,9 +88,9 @@ class Results(list[Result]):
         raise ValueError(f"{path}: got format_version {content['format_version']!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":
-        """Add records in place, sorted. They replace older ones of the same task, metric, shots, and limit.
+        """Add records in place, sorted. They replace those of the same task, metric, shots, and limit.
 
-        With `keep_other_sample_counts`, a score on 50,000 images stays in addition to one on 1,000.
+        With `keep_other_sample_counts`, a score on 50,000 images stays beside one on 1,000.
         """
         fields = 5 if keep_other_sample_counts else 4
         replaced = {record.identity[:fields] for record in new}
@@ -103,7 +103,7 @@ class Results(list[Result]):
         return Results(record for record in self if record.fingerprint == fingerprint)
 
     def find(self, task: str, metric: str, limit: float | None = None) -> Result | None:
-        """Return the record of a metric with this limit (None is the whole task); of several, the one with most samples."""
+        """Return the record of a metric at this limit (None: the whole task); of several, the one with most samples."""
         matches = [r for r in self if (r.task, r.metric, r.limit) == (task, metric, limit)]
         return max(matches, key=lambda record: record.samples, default=None)
 
@@ -119,7 +119,7 @@ def results_path(path: str | os.PathLike[str]) -> Path:
 
 
 def format_score(value: float | None, stderr: float | None = None, places: int = 4) -> str:
-    """Format a score with `places` decimals: "1.9051 ± 0.0123", or "1.9051" without stderr; None gives "not finite"."""
+    """Format a score: "1.9051 ± 0.0123", or "1.9051" without stderr; None gives "not finite"."""
     if value is None:
         return "not finite"
     return f"{value:.{places}f}" if stderr is None else f"{value:.{places}f} ± {stderr:.{places}f}"
@@ -128,7 +128,7 @@ def format_score(value: float | None, stderr: float | None = None, places: int =
 def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", short: bool = False) -> str:
     """Render scores as "text" or "markdown", one column per model.
 
-    `short` gives three decimals instead of four, and omits errors of 0, and the column of shots if all of them are 0.
+    `short` means three decimals instead of four, no errors of 0, and no column of shots if all are 0.
     """
     by_model = {name: {record.identity: record for record in records} for name, records in models.items()}
     by_identity = {identity: record for records in reversed(by_model.values()) for identity, record in records.items()}
@@ -156,13 +156,11 @@ def natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
 def compute_paper_values(
     records: Sequence[Result], columns: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[float, float | None]]:
-    """Return {label: (value, standard error or None)} of a recipe's columns for one model, where there is a score.
+    """Return {label: (value, standard error or None)} of those columns of a recipe for which one model has scores.
 
     A column is {"task", "metric", "percent", "higher_is_better"}, or {"mean_of": labels}, which needs all of them.
     """
-    scores: dict[Any, Any] = {
-        (r.task, r.metric): (r.value, r.stderr) for r in reversed(list(records)) if r.value is not None
-    }
+    scores: Any = {(r.task, r.metric): (r.value, r.stderr) for r in reversed(records) if r.value is not None}
     values_by_label: dict[str, Any] = {}
     for label, column in columns.items():
         if (score := scores.get((column.get("task"), column.get("metric")))) is not None:
@@ -178,13 +176,9 @@ def compute_paper_values(
 
 
 class Comparison(dict[str, Results]):
-    """The scores of several models: a dict from name to `Results`, in the order in which the models were passed.
+    """The scores of several models: a dict from name to `Results`, in the order in which the models were passed."""
 
-    Attributes:
-        columns: The columns of the recipe; see `compute_paper_values`.
-    """
-
-    columns: dict[str, dict] = {}
+    columns: dict[str, dict] = {}  # of the recipe; see `compute_paper_values`
 
     def table(self, style: str = "text") -> str:
         """Render the scores with their standard errors as a table in the style "text" or "markdown"."""
@@ -229,8 +223,7 @@ class Comparison(dict[str, Results]):
         if not panels:
             raise ValueError("plot: got no score, expected at least one.")
         colors = dict(zip(self, itertools.cycle(PALETTE), strict=False))
-        num_columns = min(4, len(panels))
-        num_rows = math.ceil(len(panels) / 4)
+        num_columns, num_rows = min(4, len(panels)), math.ceil(len(panels) / 4)
         size = (3.4 * num_columns + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * num_rows + 0.5)
         with drawing(path, num_rows, num_columns, figsize=size) as (_, grid):
             for cell in grid.flat[len(panels) :]:
@@ -248,7 +241,7 @@ def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
 def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
     """Return times and cache sizes for a card, from the records of "softmax" and "mhla"; None unless timed together.
 
-    Each of the "rows" has "what" was measured, "length", and "softmax_ms" and "mhla_ms", or the same in "mib".
+    A row has "what" was measured, "length", and "softmax_ms" and "mhla_ms", or the same in "mib".
     """
     tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
     for attention, records in columns.items():

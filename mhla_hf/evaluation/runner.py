@@ -1,8 +1,7 @@
 """`evaluate`: score language models, image classifiers, and image and video pipelines, one or several side by side.
 
-A score recipe is a YAML file that says what is measured and how; those of the package are in `evaluation/recipes/`.
-The recipe's kind selects the implementation: `language.py` (lm-eval), `images.py`, `video.py` (VBench), or `speed.py`.
-It is imported only when it is used, measures only missing scores, and saves them after each task.
+A score recipe, a YAML file such as those in `evaluation/recipes/`, says what is measured and how. Its kind selects the
+implementation, which is imported only then, measures only missing scores, and stores them after each task.
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ class ScoreRecipe:
 
     Args:
         kind: Kind of evaluation; all except "speed" name the kind of model.
-        tasks: For "language", dict from task to the number of examples in the prompt, or to None for the task's own number.
+        tasks: For "language", dict from task to the number of examples in the prompt, or None for the task's own number.
             For the other kinds, dict from metric to None.
         about: One sentence about the recipe.
         settings: The fields of this kind's protocol, such as `ImageProtocol`.
@@ -55,11 +54,10 @@ class ScoreRecipe:
 
     def validate_tasks(self) -> None:
         if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
-            expected = "names, or a mapping from names to examples in the prompt"
-            raise ValueError(f"tasks: got {self.tasks!r}, expected {expected}.")
+            raise ValueError(f"tasks: got {self.tasks!r}, expected names, or names with numbers of examples.")
 
     def with_settings(self, settings: Mapping[str, Any]) -> "ScoreRecipe":
-        """Return a copy with some settings replaced; "sampling.height" means the key "height" of the setting "sampling"."""
+        """Return a copy with some settings replaced; "sampling.height" is the key "height" of the setting "sampling"."""
         merged = dict(self.settings)
         for name, value in settings.items():
             outer, dot, inner = name.partition(".")
@@ -70,7 +68,6 @@ class ScoreRecipe:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the package's score recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -107,9 +104,8 @@ class EvaluationArgs:
     max_length: int | None = at_least(2, None)
 
     def validate_for_kind(self) -> None:
-        """Raise ValueError for arguments that the recipe's kind does not allow, such as a tokenizer for image models."""
-        is_language = self.recipe.kind == "language"
-        limit, size = self.limit, self.batch_size
+        """Raise ValueError for what the recipe's kind does not allow, such as a tokenizer for image models."""
+        is_language, limit, size = self.recipe.kind == "language", self.limit, self.batch_size
         if limit is not None and not (0 < limit < math.inf and (limit == int(limit) or (is_language and limit < 1))):
             expected = "a whole number" + " of documents, or a fraction below 1" * is_language
             raise ValueError(f"limit: got {limit!r}, expected {expected}.")
@@ -132,15 +128,15 @@ def evaluate(
 ) -> Comparison:  # fmt: skip
     """Evaluate language models (by lm-eval tasks or speed), image classifiers, image pipelines, or video pipelines.
 
-    On several processes, all must call this. Scores may be missing in the results of all but the main process.
+    On several processes, all must call this, and only the main one is sure to have all scores.
 
     Args:
         models: Folder, Hub id, or loaded model or pipeline; or a list of them, or a dict from names to them.
-        tasks: Names of lm-eval tasks, groups or tags, or patterns with *; a list, or one string with commas. With a recipe,
-            only these of its tasks are run. Required without a recipe.
+        tasks: Names of lm-eval tasks, groups or tags, or patterns with *, in a list or one string with commas. With a
+            recipe, the ones of its tasks to run; required without a recipe.
         recipe: Name of a score recipe (such as `table_6_language`; see `recipe_names`), or a YAML file, which also states
             the kind of the models. Without a recipe they are language models.
-        settings: Values that override settings of the recipe, e.g. {"lengths": [256]} or {"reference": "imagenet.npz"}.
+        settings: Overrides settings of the recipe, e.g. {"lengths": [256]} or {"reference": "imagenet.npz"}.
         tokenizer: Tokenizer of loaded language models; saved models come with theirs.
         output: Where to store the scores: a .json file (for one model) or a folder (one file per model). Default:
             results.json in the folder of a local model; nothing is written for Hub ids and loaded models.
@@ -168,8 +164,7 @@ def evaluate(
         ImportError: A library is missing; the message contains the command that installs it.
     """
     arguments = {**locals(), "recipe": _find_recipe(recipe, tasks, settings)}
-    names = [field.name for field in dataclasses.fields(EvaluationArgs)]
-    args = read_settings(EvaluationArgs, {name: arguments[name] for name in names}, "")
+    args = EvaluationArgs(**{field.name: arguments[field.name] for field in dataclasses.fields(EvaluationArgs)})
     choose_device(device)
     module, judge = JUDGES[args.recipe.kind]
     try:
@@ -181,7 +176,7 @@ def evaluate(
 
 
 def _find_recipe(recipe: str | Path | None, tasks: Any, settings: Mapping[str, Any] | None) -> ScoreRecipe:
-    """Return the recipe with `settings` and `tasks` applied; without a recipe, a new one for the lm-eval `tasks`."""
+    """Return the recipe with `settings` and `tasks` applied, or a new one for lm-eval's `tasks`."""
     tasks = tasks.split(",") if isinstance(tasks, str) else tasks
     if tasks is not None:
         if not (isinstance(tasks, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in tasks)):

@@ -1,6 +1,6 @@
 """Time language models by context length, and count the bytes of their caches, for recipes of kind "speed".
 
-The models of a call take turns, so that other load on the machine affects all alike. The fastest round of each counts.
+Models take turns, so that other load on the machine affects all alike, and the fastest round of each counts.
 """
 
 import time
@@ -44,9 +44,10 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
     if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
         loaded = {subject.name: subject.source for subject in subjects}
-        for subject in (subject for subject in subjects if not subject.loaded):
-            options = {"dtype": args.dtype, "device": args.device, **subject.load_options}
-            loaded[subject.name], _ = load_language_model(subject.source, **options)
+        for subject in subjects:
+            if not subject.loaded:
+                options = {"dtype": args.dtype, "device": args.device, **subject.load_options}
+                loaded[subject.name], _ = load_language_model(subject.source, **options)
         measured = measure_speed(loaded, protocol, args.progress)
         for subject in subjects:
             scores = {metric: (value, None, False, protocol.rounds) for metric, value in measured[subject.name].items()}
@@ -59,8 +60,8 @@ def measure_speed(models: Mapping[str, Any], protocol: SpeedProtocol, progress: 
     lengths: Any = protocol.lengths
     for name, model in models.items():
         if max(lengths) + protocol.decode_tokens > (limit := max_positions(model.config)):
-            start = f"lengths: got {max(lengths)} tokens and {protocol.decode_tokens} more"
-            raise ValueError(f"{start}, expected at most the {limit} positions of {name!r}.")
+            got = f"{max(lengths)} tokens and {protocol.decode_tokens} more"
+            raise ValueError(f"lengths: got {got}, expected at most the {limit} positions of {name!r}.")
     vocabulary = min(model.config.vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (1, max(lengths)), generator=torch.Generator().manual_seed(0))
     training = {name: model.training for name, model in models.items()}
@@ -96,7 +97,7 @@ def time_once(model: Any, ids: torch.Tensor, decode_tokens: int) -> dict[tuple[s
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of all tensors in a cache, at any depth. Storage that tensors share counts once."""
+    """Return the bytes of all tensors in a cache, at any depth; what tensors share counts once."""
     sizes: dict[int, int] = {}  # address of a storage -> its bytes
     visited: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
     pending = [cache]

@@ -1,4 +1,4 @@
-"""Models to evaluate: folders, Hub ids and loaded objects, each checked, named and fingerprinted before it is loaded.
+"""Models to evaluate (folders, Hub ids and loaded objects), checked, named and fingerprinted before they are loaded.
 
 For pipelines, this module also generates the images and videos that are scored. Every sample has its seed, as has every
 batch (DDPM draws from the global generator), and batches are cut from the whole plan, not from the missing samples. So an
@@ -67,7 +67,7 @@ class Subject:
         return not self.args.force and key in kept_keys
 
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
-        """Add records to the known scores and to the results file, which loses the scores of other weights."""
+        """Add records to the known scores and to the results file, from which scores of other weights are removed."""
         self.kept.merge(records, keep_other_sample_counts)
         if self.target is not None:
             stored = Results.read(self.target).of(self.fingerprint)
@@ -93,13 +93,15 @@ class Subject:
         """Store {metric: (value, standard error, higher is better, samples)} of our own metrics."""
         facts = {**self.provenance(device), "task": task, "task_hash": task_hash, "task_version": VERSION}
         facts |= {"shots": 0, "seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
-        names = ("value", "stderr", "higher_is_better", "samples")
-        records = [Result(metric=metric, **dict(zip(names, x, strict=True)), **facts) for metric, x in scores.items()]
+        records = [
+            Result(metric=metric, value=value, stderr=stderr, higher_is_better=is_better, samples=samples, **facts)
+            for metric, (value, stderr, is_better, samples) in scores.items()
+        ]
         self.store(records, keep_other_sample_counts)
 
 
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats an evaluation or, if the recipe has it, `task` alone."""
+    """Return the shell command that repeats an evaluation, of `task` alone if it is one of the recipe's."""
     args, recipe = subjects[0].args, subjects[0].args.recipe
     models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]
@@ -139,23 +141,16 @@ def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subjec
         models = dict(zip(names, model_list, strict=True))
     if not models:
         raise ValueError("models: got none, expected at least one folder, Hub id or model.")
-    output = args.output and Path(args.output)
-    is_file = output and output.suffix == ".json"
-    if is_file and len(models) > 1:
-        raise ValueError(f"output: got {str(output)!r} for {len(models)} models, expected a folder.")
-    subjects = []
-    for name, model in models.items():
-        target = output if is_file or not output else output / f"{str(name).replace('/', '--')}.json"
-        subjects.append(_make_subject(str(name), model, target, args, pipeline))
-    return subjects
+    if args.output and Path(args.output).suffix == ".json" and len(models) > 1:
+        raise ValueError(f"output: got {str(args.output)!r} for {len(models)} models, expected a folder.")
+    return [_make_subject(str(name), model, args, pipeline) for name, model in models.items()]
 
 
-def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipeline: bool) -> Subject:
-    """Check a model and its results file, and return its `Subject`.
-
-    If `target` is None, a local folder uses its own results file; a Hub id or a loaded model has none.
-    """
-    dtype = args.dtype
+def _make_subject(name: str, model: Any, args: Any, pipeline: bool) -> Subject:
+    """Check a model and its results file. Without `output`, a folder has its own, and other models have none."""
+    dtype, target = args.dtype, Path(args.output) if args.output else None
+    if target and target.suffix != ".json":
+        target /= f"{name.replace('/', '--')}.json"
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
             raise ValueError(f"models: got the pipeline {str(model)!r}, expected a recipe for images or videos.")
@@ -181,7 +176,7 @@ def _make_subject(name: str, model: Any, target: Path | None, args: Any, pipelin
 
 
 def shorten_path(path: Any) -> str:
-    """Return a path relative to the working folder, or its name if it is outside; others as they are."""
+    """Return an existing path relative to the working folder, or its name if it is outside; others as they are."""
     if not Path(path).exists():
         return str(path)
     resolved, here = Path(path).resolve(), Path.cwd().resolve()
@@ -224,7 +219,7 @@ def seed_of_sample(seed: int, index: int) -> int:
 
 
 class PipelineJudge:
-    """Generates the samples of one pipeline; subclasses score them. All processes must create it, and call `make`."""
+    """Generates the samples of a pipeline, which subclasses score. All processes must create it, and call `make`."""
 
     def __init__(self, subject: Subject, protocol: Any, state: Any) -> None:
         self.subject, self.protocol, self.state = subject, protocol, state
@@ -242,7 +237,7 @@ class PipelineJudge:
     ) -> None:  # fmt: skip
         """Generate the samples of a plan, except for batches whose files all exist.
 
-        `identity` is what determines them beside weights, dtype, and the pipeline's arguments `sampling`.
+        `identity` is all that determines them beside weights, dtype, and `sampling`, arguments of the pipeline.
         """
         pipeline, state = self.subject.source, self.state
         if not self.subject.loaded:

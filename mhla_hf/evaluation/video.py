@@ -1,7 +1,7 @@
 """Score video pipelines with VBench 0.1.5, following its protocol.
 
-vbench needs old versions of its libraries, so it runs in a separate interpreter, the recipe's `python`. Totals are computed
-only if all dimensions have scores (VBench's own script counts a missing one as zero).
+vbench needs old versions of its libraries, so it runs in another interpreter, the recipe's `python`. Totals need the scores
+of all dimensions; VBench's own script counts a missing one as zero.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from typing import Any
 from ..checkpoints.file_io import write_json
 from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import require_extra, wrap_errors
-from ..checkpoints.values import at_least, checked, read_settings
+from ..checkpoints.values import at_least, checked, checked_field, read_settings
 from .records import Results
 from .subjects import PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
 
@@ -70,7 +70,7 @@ class VideoProtocol:
     """Settings of a recipe of kind "video": how videos are generated and scored.
 
     Args:
-        python: Python interpreter in which vbench is installed, as a path or a command. Required; None is an error.
+        python: Python interpreter in which vbench is installed, as a path or a command. Required.
         videos: Videos per prompt; VBench's protocol requires five.
         fps: Frames per second of the files.
         sampling: Further arguments of the pipeline.
@@ -78,14 +78,10 @@ class VideoProtocol:
     """
 
     python: str | Path | None = None
-    videos: int = at_least(1, 5)
+    videos: int = checked_field(lambda value: 1 <= value <= 5, "1 to 5, of which 5 is VBench's protocol", 5)
     fps: int = at_least(1, 16)
     sampling: dict = dataclasses.field(default_factory=dict)
     samples: str | Path = "out/samples"
-
-    def validate_videos(self) -> None:
-        if self.videos > 5:
-            raise ValueError(f"videos: got {self.videos}, expected 1 to 5, of which 5 is VBench's protocol.")
 
 
 def compute_vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
@@ -101,7 +97,7 @@ def compute_vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
 
 
 def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
-    """Score video pipelines, reusing known scores; all processes must call it, and only the main one has all new scores."""
+    """Score video pipelines, reusing known scores. All processes must call it; only the main one has all new scores."""
     protocol = read_settings(VideoProtocol, args.recipe.settings)
     if unknown := sorted(set(args.recipe.tasks) - set(DIMENSIONS)):
         raise ValueError(f"tasks: got {unknown[0]!r}, expected dimensions of VBench: {', '.join(DIMENSIONS)}.")
@@ -112,7 +108,7 @@ def judge_video_pipelines(models: object, args: Any) -> dict[str, Results]:
 
 
 class Bench:
-    """vbench, installed for another Python interpreter, which is a path or a command."""
+    """vbench in another Python interpreter, given as a path or a command."""
 
     def __init__(self, python: str | Path | None) -> None:
         executable = python and shutil.which(str(Path(python).absolute() if Path(python).is_file() else python))
@@ -142,7 +138,7 @@ class _Judge(PipelineJudge):
         self.hash = hash_json([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
     def entries(self, dimension: str) -> list[dict[str, Any]]:
-        """Return VBench's prompts for a dimension, or only the first ones if the evaluation is limited."""
+        """Return VBench's prompts for a dimension, at most as many as the limit."""
         return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.args.limit]
 
     def run(self) -> Results:
@@ -160,7 +156,6 @@ class _Judge(PipelineJudge):
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.limit) in requested)
 
     def _make(self, dimensions: Sequence[str]) -> None:
-        """Generate the videos of all prompts of these dimensions."""
         needed = {entry["prompt_en"] for dimension in dimensions for entry in self.entries(dimension)}
         prompts = dict.fromkeys(entry["prompt_en"] for entry in self.bench.prompts)
         plan = [
@@ -192,7 +187,7 @@ class _Judge(PipelineJudge):
                 average, values = float(average), [video["video_results"] for video in videos]
         if len(values) < len(names):
             raise ValueError(f"vbench: got {len(values)} scores for {dimension}, expected {len(names)}, one per video.")
-        # In some dimensions, the average is not the mean of the videos' results, or these are no numbers.
+        # In some dimensions, the average is not the mean of the results of videos, or these are no numbers.
         numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
         is_mean = len(numbers) == len(values) > 1 and abs(statistics.fmean(numbers) - average) <= 1e-6
         error = statistics.stdev(numbers) / len(numbers) ** 0.5 if is_mean else None

@@ -1,11 +1,12 @@
 """Render model cards from records by `card.md.jinja`, and check that no number in them was changed by hand.
 
-In a model's folder, card.json is the author's part. In a folder of cards such as `model_cards`, NAME.yaml is the author's
-part, results/NAME.json has all measurements, and NAME.md is the card.
+The author's part is card.json in a model's folder, and NAME.yaml in a folder of cards, where results/NAME.json has all
+measurements, and NAME.md is the card.
 """
 
 import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
-from ..checkpoints.file_io import PathLike, check_writable, read_json, read_yaml, write_json, write_text
-from ..checkpoints.load import wrap_errors
+from ..checkpoints.file_io import PathLike, check_writable, read_json, read_yaml, wrap_errors, write_json, write_text
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import read_settings
 from ..evaluation.records import Result, Results, format_score, render_table
@@ -26,13 +26,6 @@ from .facts import TEACHER, Facts, Person, make_facts, read_folder, section_of
 RESULTS = "results"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TAGS = ["mhla", "linear-attention", "custom_code"]
-
-
-class _Optional(dict[str, Any]):
-    """A dict that returns None for missing keys, for configurations in the template."""
-
-    def __missing__(self, key: str) -> None:
-        return None
 
 
 def write_card(
@@ -46,8 +39,7 @@ def write_card(
         name: Hub id or name of the model.
         base_model: Hub id of the softmax original.
         compared: Label -> folder of another model with a results.json, in the order of the columns. The label "teacher"
-            is the softmax original; other common labels are "hybrid" and "plain linear". Times are included if the teacher
-            and this model were timed together (`--recipe speed`).
+            is the softmax original. Times are included if it and this model were timed together (`--recipe speed`).
         license: License of the weights, required if the base model's card states none, as are `license_name` and
             `license_link` where they apply.
         **person_fields: The other fields of `facts.Person`.
@@ -81,7 +73,7 @@ def render_folder_card(folder: PathLike, weights: bool = True) -> str:
 
 
 def check_card(folder: PathLike) -> None:
-    """Raise ValueError unless README.md is, byte for byte, the card rendered from the files in `folder`."""
+    """Raise ValueError unless README.md is the card that the files in `folder` render to."""
     compare_card(Path(folder, CARD_FILE), render_folder_card(folder))
 
 
@@ -91,7 +83,7 @@ def compare_card(path: Path, text: str) -> None:
 
 
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
-    """Render all cards in a folder of cards again, or with `check` compare them, and return their paths."""
+    """Render all cards in a folder of cards again, or compare them, and return their paths."""
     names = {path.stem for pattern in ("*.yaml", "*.md", f"{RESULTS}/*.json") for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
     for path in paths:
@@ -107,7 +99,7 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
 
 
 def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | None = None) -> Path:
-    """Add a model's card and its facts to a folder of cards; `over_seeds` is a JSON file of results to store with them."""
+    """Add a model's card and facts to a folder of cards; `over_seeds` is a JSON file of results to store with them."""
     check_writable(Path(root, RESULTS, name), "root")
     measured, person = read_folder(folder)
     text = render_card(make_facts(measured, person))
@@ -148,7 +140,7 @@ def render_card(facts: Facts) -> str:
         text = template.render(
             card_data=metadata.to_yaml(),
             facts=facts,
-            config=_Optional(facts.config, mhla=_Optional(facts.config["mhla"])),
+            config=defaultdict(lambda: None, facts.config, mhla=defaultdict(lambda: None, facts.config["mhla"])),
             scores={name: render_table(x, "markdown", short=True) for name, x in sections.items() if any(x.values())},
             columns={label: {record.identity: record for record in records} for label, records in columns.items()},
             section_of=section_of,
@@ -184,17 +176,16 @@ def round_digits(value: float | None) -> float | None:
 
 def _group_by_origin(columns: dict[str, list[Result]]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], list[str]]]:
     """Return {(dtype, hardware, seed, versions): {(tasks, commit, days, command): labels of models}} of all scores."""
-    by_origin: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Result]]] = {}
+    runs: dict[tuple[Any, ...], list[Result]] = {}
     scores = [(label, record) for label, records in columns.items() for record in records if section_of(record)]
     for label, record in scores:
         origin = (record.dtype, record.hardware, record.seed, tuple(sorted(record.versions.items())))
         command = re.sub(r"^(mhla-hf evaluate) \S+", r"\1 FOLDER", record.command).replace(record.task, "TASK")
-        by_origin.setdefault(origin, {}).setdefault((label, record.commit, command), []).append(record)
+        runs.setdefault((origin, label, record.commit, command), []).append(record)
     groups: dict[tuple[Any, ...], dict[tuple[Any, ...], list[str]]] = {}
-    for origin, entries in by_origin.items():
-        for (label, commit, command), records in entries.items():
-            dates = [record.date[:10] for record in records]
-            days = dates[0] if min(dates) == max(dates) else f"{min(dates)} to {max(dates)}"
-            tasks = tuple(dict.fromkeys(record.task for record in records))
-            groups.setdefault(origin, {}).setdefault((tasks, commit, days, command), []).append(label)
+    for (origin, label, commit, command), records in runs.items():
+        dates = [record.date[:10] for record in records]
+        days = dates[0] if min(dates) == max(dates) else f"{min(dates)} to {max(dates)}"
+        tasks = tuple(dict.fromkeys(record.task for record in records))
+        groups.setdefault(origin, {}).setdefault((tasks, commit, days, command), []).append(label)
     return groups

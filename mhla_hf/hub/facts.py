@@ -51,27 +51,17 @@ BODY = ("body", "feature-extraction")  # a language model or text encoder withou
 
 @checked
 class Person:
-    """The part of a card that the author writes.
+    """The part of a card that the author writes."""
 
-    Args:
-        name: Hub id or plain name of the model.
-        base_model: Hub id of the softmax original; None if it is not published or there is none.
-        license, license_name, license_link: The license, in the terms of the Hub's metadata.
-        datasets: Hub ids of the training data.
-        language: Language codes.
-        about: Text below the title.
-        limits: Sentences for the section on limits.
-    """
-
-    name: str
-    base_model: str | None
-    license: str
+    name: str  # Hub id or plain name of the model
+    base_model: str | None  # Hub id of the softmax original, if it is published
+    license: str  # this and the next two are in the terms of the Hub's metadata
     license_name: str | None = None
     license_link: str | None = None
-    datasets: list[str] = dataclasses.field(default_factory=list)
-    language: list[str] = dataclasses.field(default_factory=list)
-    about: str = ""
-    limits: list[str] = dataclasses.field(default_factory=list)
+    datasets: list[str] = dataclasses.field(default_factory=list)  # Hub ids of the training data
+    language: list[str] = dataclasses.field(default_factory=list)  # codes
+    about: str = ""  # text below the title
+    limits: list[str] = dataclasses.field(default_factory=list)  # sentences for the section on limits
 
     def validate_ids(self) -> None:
         validate_repo_id(self.name)
@@ -122,7 +112,7 @@ class Facts:
         return [i for i in range(_count_layers(self.config) or 0) if i not in self.config["mhla"]["layers"]]
 
     def timed(self, unit: str) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows of `speed` with a value in `unit` ("ms" or "mib") by what was measured, sorted by length."""
+        """Return the rows of `speed` with a value in `unit` ("ms" or "mib"), by what was measured, sorted by length."""
         by_phase: dict[str, list[dict[str, Any]]] = {}
         for row in sorted(self.speed["rows"] if self.speed else [], key=lambda row: row["length"]):
             if row.get(f"mhla_{unit}") is not None:
@@ -131,7 +121,7 @@ class Facts:
 
 
 def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
-    """Return kind, class name, and configuration (with resolved layers) of a saved model or pipeline; see `Facts`."""
+    """Return kind, class name, and configuration, with resolved layers, of a saved model or pipeline; see `Facts`."""
     index = read_json(Path(folder, PIPELINE_INDEX))
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
     configs = (read_json(file) or {} for file in files)
@@ -183,7 +173,6 @@ def read_folder(folder: PathLike, weights: bool = True) -> tuple[dict[str, Any],
 
 
 def make_facts(measured: dict[str, Any], person: Person) -> Facts:
-    """Combine the result of `measure` and the author's part."""
     if MODEL_LABEL in measured["compared"]:
         raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
     records = {MODEL_LABEL: measured["results"], **measured["compared"]}
@@ -201,15 +190,17 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
     of_files = [record for record in records if weights and record.fingerprint.startswith("files:")]
     fingerprint = fingerprint_folder(folder) if of_files else None
     if outdated := [record.task for record in of_files if record.fingerprint != fingerprint]:
-        start = f"{folder}: got a score on {outdated[0]} of other weights"
-        raise ValueError(f"{start}, expected scores of these; evaluate again.")
+        got = f"a score on {outdated[0]} of other weights"
+        raise ValueError(f"{folder}: got {got}, expected scores of these; evaluate again.")
     return [dataclasses.asdict(record) for record in records]
 
 
 def section_of(record: Result) -> str:
-    """Return the section of the card to which a score belongs, "" for speed, which has none."""
-    if record.task == SPEED or "_back_" in record.metric:
-        return "" if record.task == SPEED else "Recall by depth"
+    """Return the section of the card to which a score belongs; "" for speed, which has none."""
+    if record.task == SPEED:
+        return ""
+    if "_back_" in record.metric:
+        return "Recall by depth"
     name = re.sub(r"[^a-z0-9]+", "_", f"_{record.task.lower()}_")
     return "Recall" if RECALL_TASKS.match(name) else "Generation" if GENERATION_TASKS.search(name) else "Quality"
 

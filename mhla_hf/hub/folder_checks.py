@@ -14,10 +14,10 @@ from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoints.bundle import build_bundle, check_bundle
-from ..checkpoints.file_io import PathLike, check_writable, read_json, write_json, write_text
+from ..checkpoints.file_io import PathLike, check_writable, read_json, wrap_errors, write_json, write_text
 from ..checkpoints.fingerprint import FILES_WITH_ORIGIN, strip_origin
 from ..checkpoints.isolated_load import check_isolated_load
-from ..checkpoints.load import CODE_KEYS, check_shards, wrap_errors
+from ..checkpoints.load import CODE_KEYS, check_shards
 from ..checkpoints.save import (
     CARD_FILE,
     CONFIG_FILES,
@@ -33,9 +33,8 @@ from .facts import PERSON_FILE, Person, list_unmeasured, read_model
 
 logger = logging.getLogger("mhla_hf")
 HUB_TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{16,})")
-# Absolute paths that reveal something about the author's machine. The first alternative is POSIX: ~/x or /x/y, except
-# system folders that are the same everywhere, URLs, templates and site links. The others are Windows: C:\a\b or C:/a/b,
-# and \\host\share.
+# Absolute paths that reveal something about the author's machine: of POSIX, ~/x or /x/y, except system folders, URLs,
+# templates and site links; of Windows, C:\a\b or C:/a/b, and \\host\share.
 LOCAL_PATH = re.compile(
     r"(?:(?<=file://)|(?<![\w.~/\\<>)}\]-])(?<!\]\())"
     r"(?:~|/(?!(?:usr|bin|lib|etc|dev|proc|sys)/)[\w.@+-]+)/[^\s\"'`,;)\]}>|\\]+"
@@ -49,10 +48,10 @@ def stage_folder(
     folder: PathLike, staging: PathLike, *, repo_id: str | None = None, person: Person | None = None,
     draft: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Copy the files of the model from `folder` into the new `staging` (weights as links), and check the copy.
+    """Copy the model's files from `folder` into the new `staging` (weights as links), and check them; return other paths.
 
     If there is no card, one is written from `person`. `draft` accepts a converted language model without scores for recall
-    and generation. Return the paths of what is not part of the model.
+    and generation.
     """
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
@@ -62,8 +61,7 @@ def stage_folder(
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{file}: got a folder or a link to elsewhere, expected a file in the model's folder.")
     if not any(file.suffix == ".safetensors" for file in files):
-        expected = "such as model.safetensors, without variant in its name"
-        raise ValueError(f"{folder}: got no .safetensors file of a model, expected one {expected}.")
+        raise ValueError(f"{folder}: got no .safetensors file of a model, expected one without variant in its name.")
     check_writable(staging, "folder", sum(file.stat().st_size for file in files if file.suffix != ".safetensors"))
     shared = {*files, *(parent for file in files for parent in file.parents)}
     entries = {entry for parent in {file.parent for file in files} for entry in parent.iterdir()}
@@ -126,10 +124,8 @@ def _check_texts(folder: Path) -> None:
     files = [file for file in folder.rglob("*") if file.name in names]
     for file in [*files, folder / CARD_FILE]:  # the card last, because it repeats what the other files say
         content = file.read_text(encoding="utf-8")
-        texts = [content]
-        if file.suffix == ".json":
-            texts = []
-            map_texts(json.loads(content), texts.append)
+        texts: list[str] = []
+        map_texts(json.loads(content) if file.suffix == ".json" else content, texts.append)
         for text in texts:
             if HUB_TOKEN.search(text):
                 raise ValueError(f"{file}: got a Hugging Face token, expected none.")
@@ -159,9 +155,7 @@ def _check_code_names(file: Path) -> None:
             raise ValueError(f"{file}: got {reference!r} for {auto_class}, expected a class of the model's own source.")
     for key in CODE_KEYS:
         if content.get(key) and content[key] is not auto_map:
-            raise ValueError(
-                f"{file}: got {key} {content[key]!r:.80}, which names code, expected only the model's own."
-            )
+            raise ValueError(f"{file}: got {key} {content[key]!r:.80}, which names code, expected only its own.")
 
 
 def check_weights(folder: Path) -> str:
@@ -176,8 +170,7 @@ def check_weights(folder: Path) -> str:
                     tensor = weights.get_tensor(name)
                     counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.is_floating_point()
                     if not torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all():
-                        found = f"NaN or infinity in the weight {name!r}"
-                        raise ValueError(f"{file}: got {found}, expected finite numbers.")
+                        raise ValueError(f"{file}: got NaN or infinity in the weight {name!r}, expected none.")
         except SafetensorError as error:
             raise ValueError(f"{file}: got a damaged file, expected a complete safetensors file ({error}).") from None
     return counts.most_common(1)[0][0]

@@ -1,7 +1,4 @@
-"""`push`: check a model (`folder_checks.py`), and upload it to the Hub in one commit.
-
-Large files are uploaded first, so that at any time the repository contains either the old or the new model.
-"""
+"""`push`: check a model (`folder_checks.py`), and upload it to the Hub in one commit."""
 
 import contextlib
 import dataclasses
@@ -64,12 +61,12 @@ def push(
         license: License of a model that has no card, for a new card.
         base_model: Hub id of the softmax original, for a new card.
         token: Hub token (default: from `hf auth login` or HF_TOKEN).
-        delete_stale: Whether to delete the files of an older model that the new one lacks, in the same commit: those with
-            the name of a weights, configuration, tokenizer, record or source file that a push writes, in a folder of the new
-            model. Without it, a repository with such files is refused. Other files always stay.
+        delete_stale: Whether to delete, in the same commit, the files of an older model that the new one lacks: those in
+            its folders with the name of a weights, configuration, tokenizer, record or source file. Without it, a repository
+            with such files is refused. Other files always stay.
         dry_run: Whether to check everything, and list the files to send and to delete, without doing so. Of the Hub it
-            reads only which files the repository holds, so a model without a card needs `license`, which otherwise may be
-            read from the card of `base_model`.
+            reads only which files the repository holds, so a model without a card needs `license`, even if the card of
+            `base_model` states one.
         progress: Whether to show progress bars.
 
     Returns:
@@ -127,8 +124,8 @@ def send(
         head = api.model_info(repo_id, revision=branch).sha
         existing_tags = api.list_repo_refs(repo_id).tags if tags else []
         if taken := [tag for tag in existing_tags if tag.name in tags and tag.target_commit != head]:
-            found = f"{taken[0].name!r}, which is taken by commit {taken[0].target_commit} of {repo_id}"
-            raise ValueError(f"tags: got {found}, expected another.")
+            holder = f"commit {taken[0].target_commit} of {repo_id}"
+            raise ValueError(f"tags: got {taken[0].name!r}, which is taken by {holder}, expected another.")
         stale = find_stale(api.list_repo_files(repo_id, revision=head), paths)
         if stale and not delete_stale:
             count, names = "1 file" if len(stale) == 1 else f"{len(stale)} files", ", ".join(stale[:3])

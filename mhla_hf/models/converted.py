@@ -25,5 +25,5 @@ vision_class = partial(find_derived_class, kinds=((VISION, GRID_SWAP),))
 
 LANGUAGE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA, decay_core=DecayMHLA, salient_core=SalientCore)
 TEXT_SWAP = replace(ENCODER_SWAP, matrix_core=SequenceMHLA, decay_core=TwoWayMHLA)
-# Makes any converted class when it is read by its name, with the cores of all forms.
+# Makes any converted class, with the cores of all forms.
 __getattr__ = partial(find_derived_class, kinds=((LANGUAGE, LANGUAGE_SWAP), (ENCODERS, TEXT_SWAP), (VISION, GRID_SWAP)))

@@ -32,38 +32,22 @@ from .transformers_api import (
 
 @dataclass(frozen=True)
 class AttentionSwap:
-    """Describes how the attention modules of one kind of model are replaced by MHLA.
+    """Describes how the attention modules of one kind of model are replaced by MHLA."""
 
-    Attributes:
-        function_name: Name of MHLA's attention function in transformers.
-        mixin: First base of the MHLA attention classes.
-        find_attentions: Returns the attention modules of a model, by layer index.
-        core_sizes: Returns the core's arguments except `settings`, from an attention module and the configuration.
-        matrix_core, decay_core, salient_core: The core that mixes blocks by a matrix or by decays, or that keeps salient
-            tokens; None where a module has none.
-        prepare: Changes the arguments of each forward pass of the model without its head, or None.
-        finish: Called with the model and its settings when all layers are swapped, or None.
-        replaces_masks: Whether to select MHLA for the whole model if it has no softmax, so that no T x T mask is built.
-    """
-
-    function_name: str
-    mixin: type
-    find_attentions: Callable[[nn.Module], dict[int, Any]]
-    core_sizes: Callable[[Any, Any], dict[str, Any]]
-    matrix_core: Any = None
+    function_name: str  # MHLA's attention function in transformers
+    mixin: type  # first base of the MHLA attention classes
+    find_attentions: Callable[[nn.Module], dict[int, Any]]  # from a model, by layer index
+    core_sizes: Callable[[Any, Any], dict[str, Any]]  # from attention and configuration: a core's other arguments
+    matrix_core: Any = None  # the core classes by `MHLASettings.core`; None for those that a source does not have
     decay_core: Any = None
     salient_core: Any = None
-    prepare: Callable[..., Any] | None = None
-    finish: Callable[[Any, MHLASettings], None] | None = None
-    replaces_masks: bool = True
+    prepare: Callable[..., Any] | None = None  # changes the arguments of the model without its head
+    finish: Callable[[Any, MHLASettings], None] | None = None  # called when all layers are swapped
+    replaces_masks: bool = True  # select MHLA for a whole model without softmax, so that no T x T mask is built
 
 
 class MHLAConfigMixin:
-    """Adds the settings, `mhla`, to a configuration class of transformers; must come first among the bases of a class.
-
-    `config.json` also gets `transformers_weights`, which names a file that does not exist: a softmax class that loads the
-    folder then fails, instead of ignoring the weights `mhla.*`. This class ignores the entry.
-    """
+    """Adds the settings, `mhla`, to a configuration class of transformers; must come first among the bases of a class."""
 
     def __post_init__(self: Any, **kwargs: Any) -> None:
         values = kwargs.pop("mhla", None)
@@ -109,7 +93,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         core_class = getattr(swap, f"{settings.core}_core")
         if core_class is None:
             got = f"mixing_form={settings.mixing_form!r} and salient={settings.salient}"
-            raise ValueError(f"mhla: got {got}, expected those of the saved model, the only ones in its source.")
+            raise ValueError(f"mhla: got {got}, expected those of the saved model, whose source has no others.")
         layers: Any = settings.layers
         for attention in (attentions[index] for index in layers):
             core = core_class(settings, **swap.core_sizes(attention, config))
@@ -121,26 +105,19 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         if swap.replaces_masks and set(layers) == set(attentions) and not settings.softmax_heads:
             set_attention_function(config, swap.function_name)
         if swap.prepare is not None and (body := self.base_model) is not self:
-            # The hook gets positional arguments without their names.
-            names = tuple(inspect.signature(type(body).forward).parameters)[1:]
+            names = tuple(inspect.signature(type(body).forward).parameters)[1:]  # of the hook's positional arguments
             body.register_forward_pre_hook(functools.partial(swap.prepare, names=names), with_kwargs=True)
         self._can_compile_fullgraph = core_class.compiles_fullgraph
-
-    def entry_to_save(self: Any) -> str:
-        return self.family.kind.sources[MHLASettings.from_dict(self.config.mhla).core]
-
-    def class_names(self: Any) -> list[str]:
-        return [f"MHLA{name}" for name in base_classes(self.family)]
+        self.source_entry = self.family.kind.sources[settings.core]
 
 
 # What follows the name of the model in a class name.
 HEAD_NAME = re.compile(r"(For[A-Z]\w*|LMHeadModel|(Vision)?Model)$")
-# Base -> the class derived from it: each is made once.
-_DERIVED: dict[type, Any] = {}
+_DERIVED: dict[type, Any] = {}  # base -> the one class derived from it
 
 
 def derived_class(base: type, mixin: type, entry: str, **namespace: Any) -> Any:
-    """Return the one MHLA class of a base. Pickle finds it by name in the module `entry`, or in that of a bundle."""
+    """Return the one MHLA class of a base; pickle finds it by name in the module `entry`, or in that of a bundle."""
     if base not in _DERIVED:
         namespace["__module__"] = __name__.replace("models.derived_classes", entry)
         _DERIVED[base] = type(f"MHLA{base.__name__}", (mixin, base), namespace)
@@ -156,9 +133,7 @@ def base_classes(family: Family) -> dict[str, Any]:
     """Return the softmax model classes of a family in this release of transformers, by name."""
     classes = {name: getattr(transformers, name, None) for name in class_names(family)}
     config = config_class_of(family.base)
-    return {
-        name: cls for name, cls in classes.items() if cls is not None and getattr(cls, "config_class", None) is config
-    }
+    return {name: cls for name, cls in classes.items() if cls is not None and cls.config_class is config}
 
 
 def derived_config_class(family: Family) -> Any:
@@ -176,6 +151,7 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
         "config_class": config,
         "family": family,
         "swap": swap,
+        "saved_classes": tuple(f"MHLA{name}" for name in base_classes(family)),
         "_can_compile_fullgraph": all(core.compiles_fullgraph for core in cores),
         # transformers decides this by the source of the class's module, which is ours and not that of the base.
         "_can_set_experts_implementation": classmethod(lambda cls: base._can_set_experts_implementation()),
@@ -187,16 +163,12 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
 
 @functools.cache
 def calls_interface(attention_class: Any) -> bool:
-    """Return whether the forward of an attention class refers to transformers' attention functions, of which ours is one.
-
-    The code is asked, not a list: an attention that never called ours would stay softmax without an error.
-    """
+    """Return whether the code of an attention class calls transformers' attention functions; otherwise it stays softmax."""
     forward: Any = inspect.unwrap(attention_class.forward)
     return any(forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS for name in forward.__code__.co_names)
 
 
 def is_attention(module: Any) -> bool:
-    """Return whether a module is MHLA or calls an attention function."""
     return hasattr(module, "mhla") or calls_interface(type(module))  # type: ignore[arg-type]
 
 
@@ -210,18 +182,14 @@ def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
     return {
         "num_heads": num_heads,
         "num_kv_heads": num_heads // getattr(attention, "num_key_value_groups", 1),
-        # In latent attention, keys and values differ in width.
-        "key_dim": getattr(attention, "qk_head_dim", width),
+        "key_dim": getattr(attention, "qk_head_dim", width),  # latent attention has two widths
         "value_dim": getattr(attention, "v_head_dim", width),
         "hidden_size": config.hidden_size,
     }
 
 
 def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of a model class so that `prepare` changes its arguments if the model has no head.
-
-    A hook would not do: callers of `model.forward`, such as sentence-transformers, skip hooks.
-    """
+    """Let `prepare` change the arguments of a class's forward; callers of `model.forward` itself would skip a hook."""
     names = tuple(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)
@@ -234,7 +202,7 @@ def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Ca
 
 
 def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_name: str) -> None:
-    """Turn an attention module into MHLA, in place, with a configuration of its own that selects `function_name`."""
+    """Turn an attention module into MHLA, in place, with a copy of the configuration that selects `function_name`."""
     core.train(attention.training)
     attention.__class__ = mhla_class
     if "_old_forward" in attention.__dict__:  # the forward that accelerate's hooks wrap
@@ -245,7 +213,7 @@ def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_na
 
 
 def find_derived_class(name: str, kinds: Iterable[tuple[tuple[Family, ...], AttentionSwap]]) -> Any:
-    """Find or make an MHLA class of these families by its name; the `__getattr__` of a module or a bundle."""
+    """Find or make an MHLA class of these families by its name: the `__getattr__` of a module or a bundle."""
     base_name = name.removeprefix("MHLA")
     candidates = [(family, swap) for families, swap in kinds for family in families if name.startswith("MHLA")]
     for family, swap in candidates:
@@ -257,5 +225,4 @@ def find_derived_class(name: str, kinds: Iterable[tuple[tuple[Family, ...], Atte
             for base in base_classes(family).values():
                 if hasattr(module := sys.modules[base.__module__], base_name):
                     return derived_class(getattr(module, base_name), swap.mixin, family.entry)
-    expected = "an MHLA class of one of its families"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, expected {expected}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, expected an MHLA class of its families.")

@@ -1,7 +1,4 @@
-"""The families of base models: one record per family, as plain data, which imports no model.
-
-`class_names` in `transformers_api.py` adds the names that transformers knows.
-"""
+"""The families of base models: one record per family, as plain data, which imports no model."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,63 +8,37 @@ TEXT = ("encoder_hidden_states", "encoder_attention_mask")
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Describes a kind of attention that MHLA replaces, for all families that have it.
+    """Describes a kind of attention that MHLA replaces, for all families that have it."""
 
-    Attributes:
-        entry: Module that creates the MHLA classes of these families.
-        defaults: Default settings of a conversion (`MHLASettings`).
-        auto_classes: Auto classes of transformers, whose mappings name the classes that can be converted.
-        sources: For transformers, the `module:function` that the bundler starts from, by mixing form ("decay", "matrix").
-        noun: Name of a model of this kind in errors; models of diffusers are named by their class.
-        axes: Number of axes of the grid of tokens; 0 for sequences.
-        linear: Whether the attention is linear already, so that converting it loses nothing.
-        latents: Axes of a diffusion model's input after the batch; further axes of the grid are arguments of its forward.
-        rotary: Form of the rotary embedding that a diffusion model gives to its attention (see `read_rotary`).
-        head_norm: Whether the norms of q and k in a diffusion model apply to each head, not to all channels at once.
-        joint: Whether tokens of a text share one attention with those of the grid.
-        text_last: Whether the text comes after the grid where both are in one sequence.
-        positions: Argument that tells the grid where latents are tokens: positions ("img_ids") or sizes ("img_shapes").
-    """
-
-    entry: str
-    defaults: dict[str, Any]
-    auto_classes: tuple[str, ...] = ()
-    sources: dict[str, str] = field(default_factory=dict)
-    noun: str = ""
-    axes: int = 0
-    linear: bool = False
-    latents: str = "channels frames height width"
-    rotary: str = "pairs"
-    head_norm: bool = False
-    joint: bool = False
-    text_last: bool = False
-    positions: str = ""
+    entry: str  # module that creates the MHLA classes
+    defaults: dict[str, Any]  # settings of a conversion (`MHLASettings`)
+    auto_classes: tuple[str, ...] = ()  # of transformers, whose mappings name the classes that can be converted
+    sources: dict[str, str] = field(default_factory=dict)  # `MHLASettings.core` -> "module:function" of the bundle
+    noun: str = ""  # name of a model in errors; models of diffusers are named by their class
+    axes: int = 0  # of the grid of tokens; 0 for sequences
+    linear: bool = False  # whether the attention is linear already, so that converting it loses nothing
+    latents: str = "channels frames height width"  # input's axes after the batch; others are arguments of forward
+    rotary: str = "pairs"  # form of a diffusion model's rotary embedding (`read_rotary`)
+    head_norm: bool = False  # whether a diffusion model norms q and k by head, not over all channels
+    joint: bool = False  # whether tokens of a text share one attention with those of the grid
+    text_last: bool = False  # whether the text comes after the grid where both are in one sequence
+    positions: str = ""  # argument that tells the grid of latents that are tokens: "img_ids" or "img_shapes"
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of base models.
+    """One family of base models."""
 
-    Attributes:
-        base: Model type in transformers, or name of the first class in diffusers.
-        kind: Kind of attention of its models.
-        task: Task (`pipeline_tag`) on the Hub.
-        classes: Names of classes that `convert` takes, in addition to those of `kind.auto_classes`.
-        overrides: Default settings that differ from those of `kind`.
-        conditions: Arguments of a diffusion model besides the latents and the time, in the order of the training data.
-            Families without conditions are trained from calls of their pipelines.
-        prefix: Number of tokens before the grid of a vision tower, not counting register tokens.
-        fixed_size: Whether a diffusion model takes square latents of its `sample_size` only.
-    """
-
-    base: str
+    base: str  # model type in transformers, or name of the first class in diffusers
     kind: AttentionKind
-    task: str
-    classes: tuple[str, ...] = ()
-    overrides: dict[str, Any] = field(default_factory=dict)
+    task: str  # `pipeline_tag` on the Hub
+    classes: tuple[str, ...] = ()  # that `convert` takes, in addition to those of `kind.auto_classes`
+    overrides: dict[str, Any] = field(default_factory=dict)  # default settings that differ from those of `kind`
+    # Arguments of a diffusion model besides latents and time, in the order of the training data. Without them, a family is
+    # trained from calls of its pipelines.
     conditions: tuple[str, ...] = ()
-    prefix: int = 1
-    fixed_size: bool = False
+    prefix: int = 1  # tokens before the grid of a vision tower, not counting register tokens
+    fixed_size: bool = False  # whether a diffusion model takes square latents of its `sample_size` only
 
     @property
     def entry(self) -> str:
@@ -78,15 +49,9 @@ class Family:
         return {**self.kind.defaults, **self.overrides}
 
 
-WINDOWED_DECAYS: dict[str, Any] = {
-    "layers": "2/3",
-    "mixing_form": "decay",
-    "num_decays": 1,
-    "free_decay": True,
-    "windowed": True,
-    "feature_map": "softmax",
-}
-# Endings of the names of classes with a head: of those for all text models, and of all.
+DECAYS: dict[str, Any] = {"mixing_form": "decay", "num_decays": 1, "free_decay": True}
+WINDOWED_DECAYS: dict[str, Any] = {"layers": "2/3", "windowed": True, "feature_map": "softmax", **DECAYS}
+# Ends of class names with a head: those of all text models, and all.
 TEXT_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "ForImageClassification")
 AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))
@@ -130,17 +95,9 @@ KANDINSKY_VIDEO = replace(WAN_VIDEO, latents="frames height width channels", rot
 # Latte attends within each frame; its attention between frames has blocks of its own, which stay softmax.
 LATTE_FRAMES = replace(PIXART_IMAGES, latents="channels frames height width")
 HUNYUAN_IMAGES = replace(PIXART_IMAGES, defaults={**IMAGE_DEFAULTS, "rope": "after"}, head_norm=True)
-# A query of the grid reads the text and its own block by softmax, the other blocks by MHLA. Without its own block in the
-# softmax, a converted layer starts much worse.
-JOINT_DEFAULTS: dict[str, Any] = {
-    "layout": [4, 4],
-    "feature_map": "softmax",
-    "rope": "near",
-    "windowed": True,
-    "window": 1,
-    "sinks": 0,
-    "layers": "2/3",
-}
+# A query of the grid reads the text and its own block by softmax: without its own block, a layer starts much worse.
+JOINT_WINDOW: dict[str, Any] = {"windowed": True, "window": 1, "sinks": 0, "rope": "near"}
+JOINT_DEFAULTS: dict[str, Any] = {"layout": [4, 4], "feature_map": "softmax", "layers": "2/3", **JOINT_WINDOW}
 SD3_IMAGES = replace(PIXART_IMAGES, defaults=JOINT_DEFAULTS, head_norm=True, joint=True)
 FLUX_IMAGES = replace(SD3_IMAGES, latents="tokens channels", positions="img_ids")
 QWEN_IMAGES = replace(SD3_IMAGES, latents="tokens channels", positions="img_shapes", rotary="complex streams")
@@ -171,8 +128,7 @@ LANGUAGE_TYPES = (
     "qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 "
     "vaultgemma youtu"
 )
-# `SCALED_AFTER` in models/language/rotation.py says why.
-NOT_UNROTATED = {base: {"rope": "before"} for base in ("hunyuan_v1_dense", "hunyuan_v1_moe")}
+NOT_UNROTATED = {base: {"rope": "before"} for base in ("hunyuan_v1_dense", "hunyuan_v1_moe")}  # see `SCALED_AFTER`
 LANGUAGE = tuple(
     Family(base, CAUSAL, "text-generation", overrides=NOT_UNROTATED.get(base, {})) for base in LANGUAGE_TYPES.split()
 )
@@ -232,7 +188,7 @@ def family_of_type(model_type: str | None) -> Family | None:
 
 
 def auto_class_of(name: str) -> str:
-    """Return the name of the Auto class that loads a model class of transformers, by the end of its name."""
+    """Return the name of the Auto class of transformers that loads a model class of this name."""
     if name.endswith("LMHeadModel"):
         return "AutoModelForCausalLM"
     head = name.removesuffix("WithTeacher")

@@ -1,6 +1,7 @@
 """The mixin of every MHLA model of transformers: initial values, saving with source, and checks when loading."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,27 +10,19 @@ from transformers.initialization import copy_
 
 from .families import auto_class_of
 from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_source
-from .transformers_api import with_layer_wildcard
 
 
 class MHLAPreTrainedMixin:
     """Initializes, saves, loads and checks MHLA weights; must come before `PreTrainedModel` in the bases of a class."""
 
-    source_entry = ""  # the module that defines the model
+    source_entry = ""  # the module, or "module:function", whose bundle goes into the checkpoint
+    saved_classes: tuple[str, ...] = ()  # the model classes in that source, for Auto classes to load
     _keep_in_fp32_modules_strict = ["mixing"]
     # With a mixing matrix, a decode step reads the length of the cache on the host: it compiles, but not as one graph.
     _can_compile_fullgraph = False
 
-    def entry_to_save(self) -> str:
-        """Return the name of the module whose bundle goes into the checkpoint."""
-        return self.source_entry
-
-    def class_names(self) -> list[str]:
-        """Return the names of the model classes in the checkpoint's source, for Auto classes to load."""
-        return []
-
     def initialize_weights(self: Any) -> None:
-        """Initialize as transformers does, and MHLA modules from their `initial_values`; loaded parameters stay."""
+        """Initialize as transformers does, and MHLA modules by their `initial_values`; loaded parameters stay."""
         super().initialize_weights()  # type: ignore[misc]
         for module in self.modules():
             if hasattr(module, "initial_values"):
@@ -47,21 +40,19 @@ class MHLAPreTrainedMixin:
         try:
             loaded = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
         except SafetensorError:
-            # Its error names the file.
-            check_whole_files(args[0] if args else kwargs["pretrained_model_name_or_path"])
+            check_whole_files(args[0] if args else kwargs["pretrained_model_name_or_path"])  # its error names the file
             raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_loaded_weights(model)
         for module in model.modules():
             if not getattr(module, "learn", True):
-                # Frozen mixing, except for its balance.
-                for name, parameter in module.named_parameters():
+                for name, parameter in module.named_parameters():  # the balance of a frozen mixing learns
                     parameter.requires_grad_(name == "balance")
         return loaded
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
-        """Distribute as transformers does; where it splits projections by head, split the parameters of `mhla`, too."""
+        """Distribute as transformers does, and split the parameters of `mhla` where it splits projections by head."""
         if distributed_config is not None and distributed_config.tp_size > 1:
             size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
             model._tp_plan.update(split_heads_plan(model, size))
@@ -81,8 +72,8 @@ class MHLAPreTrainedMixin:
         Also sets `config.auto_map`. With `push_to_hub`, the `HUB_ARGUMENTS` go to `model.push_to_hub`.
         """
         if kwargs.get("is_main_process", True):
-            write_source(self.entry_to_save(), save_directory)
-        names = {auto_class_of(name): name for name in (*self.class_names(), type(self).__name__)}
+            write_source(self.source_entry, save_directory)
+        names = {auto_class_of(name): name for name in (*self.saved_classes, type(self).__name__)}
         names = {"AutoConfig": type(self.config).__name__, **names}
         self.config.auto_map = {auto: f"{SOURCE_FILE.removesuffix('.py')}.{name}" for auto, name in names.items()}
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
@@ -95,13 +86,10 @@ HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "c
 
 
 def split_heads_plan(model: Any, size: int) -> dict[str, str]:
-    """Return the tensor-parallel plan for the `mhla` modules of layers whose projections are split by head.
-
-    Parameters per head are split on their first axis; those that all heads share are replicated, and their gradients summed.
-    """
+    """Return the tensor-parallel plan for the `mhla` modules of layers whose projections are split by head."""
     plan = {}
     for name, module in model.named_modules():
-        layer = with_layer_wildcard(name)
+        layer = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         is_split = any(style == "colwise" for rule, style in model.tp_plan.items() if rule.startswith(f"{layer}."))
         if not hasattr(module, "mhla") or not is_split:
             continue
@@ -115,8 +103,7 @@ def split_heads_plan(model: Any, size: int) -> dict[str, str]:
             elif getattr(part, "by_head", False):
                 plan[path] = "local_params"
                 for parameter, _ in part.named_parameters():
-                    # transformers' name for a split on the first axis.
-                    plan[f"{path}.{parameter}"] = "embedding_rowwise"
+                    plan[f"{path}.{parameter}"] = "embedding_rowwise"  # splits the first axis
             else:
                 plan[path] = "replicated_with_grad_allreduce"
     return plan

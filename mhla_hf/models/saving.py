@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..ops.namespace import NAMESPACE
 
@@ -20,15 +21,12 @@ _SOURCE_MAKER: list[Callable[[str], tuple[str, str]]] = []
 
 
 def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
-    """Set the function from an entry to the name and the text of its source file, for the whole process.
-
-    Results are cached, so that a process saves the same source even if files of the package change while it runs.
-    """
+    """Set the function that maps an entry to its source's file name and text; its results are cached."""
     _SOURCE_MAKER[:] = [functools.cache(maker)]
 
 
 def source_name(entry: str) -> str:
-    """Return the name of the source file of a diffusers model, which diffusers also uses as a module name."""
+    """Return the name of the source file of a diffusers model, which is also the name of its module."""
     return _SOURCE_MAKER[0](entry)[0] if NAMESPACE == "package" else Path(__file__).name
 
 
@@ -52,15 +50,14 @@ def check_whole_files(folder: str | os.PathLike[str]) -> None:
 
 
 def check_loaded_weights(model: torch.nn.Module) -> None:
-    """Raise ValueError if an MHLA weight is not finite, or a mixing weight negative; quantized and meta weights pass."""
+    """Raise ValueError if an MHLA weight is not finite, or a mixing weight negative; skip quantized and meta weights."""
     modules: list[tuple[str, Any]] = list(model.named_modules())
     for name, module in modules:
         for parameter in module.initial_values() if hasattr(module, "initial_values") else ():
             value = module.get_parameter(parameter)
             # Quantized values have a type of their own.
-            is_plain = isinstance(value, torch.nn.Parameter) and type(value.data) is torch.Tensor
+            is_plain = isinstance(value, torch.nn.Parameter) and type(value.data) is Tensor
             if is_plain and value.is_floating_point() and not value.is_meta and not torch.isfinite(value).all():
-                expected = "finite ones; the checkpoint is damaged"
-                raise ValueError(f"{name}.{parameter}: got NaN or infinite values, expected {expected}.")
+                raise ValueError(f"{name}.{parameter}: got NaN or infinity in a damaged checkpoint, expected neither.")
         if hasattr(module, "check_values"):
             module.check_values(name)

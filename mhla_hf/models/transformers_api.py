@@ -3,13 +3,11 @@
 import contextlib
 import functools
 import inspect
-import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -21,8 +19,6 @@ from .families import FAMILIES, Family
 
 # The oldest and the newest release that the tests run on.
 TESTED_TRANSFORMERS = ("5.19.0", "5.24.0")
-
-
 # Auto class -> {model type: class name}
 AUTO_CLASS_NAMES = {
     "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
@@ -41,8 +37,7 @@ def config_class_name(model_type: str) -> str | None:
 
 def config_class_of(model_type: str) -> type | None:
     try:
-        # Not `get`: this is a lazy mapping, whose `get` finds only types that were registered by users.
-        return CONFIG_MAPPING[model_type]
+        return CONFIG_MAPPING[model_type]  # `get` of this lazy mapping finds only what users registered
     except KeyError:
         return None
 
@@ -64,19 +59,13 @@ def copy_weight_renames(base_type: str, model_type: str) -> None:
         register_checkpoint_conversion_mapping(model_type, renames)
 
 
-def with_layer_wildcard(name: str) -> str:
-    """Return the name of a module as tensor-parallel plans write it: `model.layers.*.mlp` for `model.layers.3.mlp`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def set_attention_function(config: Any, name: str) -> None:
     """Select an attention function in a configuration, in place, without the checks of transformers."""
     config._attn_implementation_internal = name
 
 
 def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
-    # transformers renamed it in 5.23.
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # before 5.23
     if enabled:
         getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     else:
@@ -85,7 +74,7 @@ def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def recomputed_layers(model: nn.Module) -> Iterator[None]:
-    """Recompute a model's decoder layers in the backward pass: transformers' checkpointing works in training mode only."""
+    """Recompute a model's layers in the backward pass in eval mode, too, where transformers does not."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     previous_forwards = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
@@ -104,9 +93,7 @@ def cache_argument(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def forward_cached(
-    model: nn.Module, input_ids: torch.Tensor, cache: Cache | None = None, **kwargs: Any
-) -> tuple[Any, Any]:
+def forward_cached(model: nn.Module, input_ids: Tensor, cache: Cache | None = None, **kwargs: Any) -> tuple[Any, Any]:
     """Run one forward pass with a KV cache, None to start one; return the output and the cache after it."""
     name = cache_argument(model)
     output = model(input_ids=input_ids, **{name: cache}, use_cache=True, **kwargs)
@@ -114,18 +101,13 @@ def forward_cached(
 
 
 def find_cache(kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the KV cache among arguments: it is found by its type, because releases name it differently."""
+    """Return the name of the KV cache among arguments, by its type: releases name it differently."""
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
 
 
 def check_cache_arrived(query_length: int, key_length: int, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if the base passed keys of the past or a KV cache to an MHLA attention function.
-
-    A release of transformers that passes caches in a new way would otherwise make MHLA layers ignore the past silently.
-    """
+    """Raise ValueError if the base passed keys of the past or a KV cache: a new release would make MHLA ignore the past."""
     if query_length != key_length or find_cache(kwargs) is not None:
+        got = f"{key_length} keys for {query_length} queries with transformers {transformers.__version__}"
         tested = " to ".join(TESTED_TRANSFORMERS)
-        raise ValueError(
-            f"cache: got {key_length} keys for {query_length} queries in an MHLA layer, expected the layer's own cache: "
-            f"this code was tested with transformers {tested}, got {transformers.__version__}."
-        )
+        raise ValueError(f"cache: got {got}, expected the layer's own cache, as in the tested releases {tested}.")

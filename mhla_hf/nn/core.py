@@ -1,9 +1,8 @@
-"""The MHLA core: the module that an attention module gets in place of softmax.
+"""The MHLA core: the module that takes the place of softmax in an attention module, which holds it as `mhla`.
 
-Its inputs are the q, k, and v of softmax attention, and its output replaces that of the attention. A converted layer holds
-all of its new parameters under one name, `mhla`. `MHLACore` is what sequences and grids share, `MHLA` the causal core of
-language models with a mixing matrix; `windowed.py`, `sequence.py`, `grid.py`, and `joint.py` have the others. Every
-parameter belongs to a module that is called, because offloading moves weights when modules are called.
+`MHLACore` is what sequences and grids share, `MHLA` the causal core of language models with a mixing matrix; `windowed.py`,
+`salient.py`, `sequence.py`, `grid.py`, and `joint.py` have the others. Every parameter belongs to a module that is called,
+because offloading moves weights when modules are called.
 """
 
 import logging
@@ -13,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.api import mhla, mhla_step
 from ..ops.blocks import Blocks
-from ..ops.torch_layout import MoveTokens
+from ..ops.torch_layout import TokenMove
 from .features import FeatureMap
 from .mixing import Mixing
 from .settings import MHLASettings, check_settings
@@ -26,7 +25,7 @@ OPEN_GATE_BIAS = 1.2784645  # silu(OPEN_GATE_BIAS) == 1
 CORE_LOG = logging.getLogger("mhla_hf")
 
 # A rotary embedding: called with q [B, T, H, K] and k [B, T, G, K], it returns both rotated.
-Rotation = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Rotation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class OutputNorm(nn.Module):
@@ -37,13 +36,13 @@ class OutputNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(value_dim))
 
-    def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return the initial value of each parameter, for models that are built on the meta device and filled later."""
+    def initial_values(self) -> dict[str, Tensor]:
+        """Return the initial value of each parameter, for models that are built on the meta device."""
         return {"weight": torch.ones(self.weight.shape)}
 
-    def forward(self, o: torch.Tensor) -> torch.Tensor:
-        """Normalize o [.., V]. If o and the weight differ in dtype, the result is fp32, or fp64 if one of them is."""
-        weight: torch.Tensor = self.weight
+    def forward(self, o: Tensor) -> Tensor:
+        """Normalize o [.., V]; if its dtype is not the weight's, in fp32, or in fp64 if one of them is."""
+        weight: Tensor = self.weight
         if o.dtype != weight.dtype:
             dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)
             o, weight = o.to(dtype), weight.to(dtype)
@@ -51,12 +50,12 @@ class OutputNorm(nn.Module):
 
 
 class OutputGate(nn.Linear):
-    """Linear layer whose output, after silu, gates each output channel; the gate is 1 at initialization (section 4.1).
+    """Linear layer whose output, after silu, gates each output channel; initially, the gate is 1 (section 4.1).
 
-    The core applies the silu, so that quantization and LoRA, which replace or wrap linear layers, see a linear layer.
+    The core applies the silu, so that quantization and LoRA see a linear layer.
     """
 
-    def initial_values(self) -> dict[str, torch.Tensor]:
+    def initial_values(self) -> dict[str, Tensor]:
         return {"weight": torch.zeros(self.weight.shape), "bias": torch.full(self.bias.shape, OPEN_GATE_BIAS)}
 
     def reset_parameters(self) -> None:
@@ -64,31 +63,28 @@ class OutputGate(nn.Linear):
             self.get_parameter(name).data.copy_(value)
 
 
-def without_padding(key_mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return each tensor [B, T, H, K] with zeros where key_mask [B, T] is False: NaN in padding stays out of sums."""
+def without_padding(key_mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return each tensor [B, T, H, K] with zeros where key_mask [B, T] is False, to keep NaN in padding out of sums."""
     if key_mask is None:
         return tensors
     return tuple(x.masked_fill(~key_mask[:, :, None, None], 0.0) for x in tensors)
 
 
-def padding_first(key_mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Return source and inverse, int64 [B, T], which move padding before a row's real tokens and back, and starts [B].
+def padding_first(key_mask: Tensor | None, starts: Tensor | None) -> tuple[TokenMove, Tensor | None]:
+    """Return how to move all padding before the real tokens of its row, so that it is no position, and the new `starts`.
 
-    Padding in the middle or at the end of a row then does not count as a position. With one token per row, source and
-    inverse are None.
+    Without a key_mask [B, T], no token moves.
     """
+    if key_mask is None:
+        return TokenMove(), starts
     starts = key_mask.shape[1] - key_mask.sum(1)
     if key_mask.shape[1] == 1:
-        return None, None, starts
+        return TokenMove(), starts
     source = key_mask.int().argsort(stable=True)
-    return source, source.argsort(), starts
+    return TokenMove(source, source.argsort()), starts
 
 
-def move_tokens(x: torch.Tensor, source: torch.Tensor | None, inverse: torch.Tensor | None) -> torch.Tensor:
-    return x if source is None else MoveTokens.apply(x, source, inverse)
-
-
-def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
+def check_no_gradients(core: nn.Module, *tensors: Tensor) -> None:
     """Refuse gradients through a cache that holds tokens: raise ValueError in training mode, warn in eval mode."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         expected = "torch.no_grad() or use_cache=False: no gradient flows through an MHLA cache"
@@ -99,19 +95,18 @@ def check_no_gradients(core: nn.Module, *tensors: torch.Tensor) -> None:
 
 
 def softmax_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, causal: bool = False,
-    mask: torch.Tensor | None = None
-) -> torch.Tensor:  # fmt: skip
-    """Compute softmax attention, [B, T, H, V], of q [B, T, H, K], k [B, S, G, K], and v [B, S, G, V].
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False,
+    mask: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Compute softmax attention [B, T, H, V] of q [B, T, H, K], k [B, S, G, K], and v [B, S, G, V].
 
-    The mask is broadcastable to [B, H, T, S]: bool, or what is added to the scores.
+    The mask, bool or what is added to the scores, is broadcastable to [B, H, T, S].
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(v.dtype)
-    is_grouped = q.shape[1] != k.shape[1]
-    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=is_grouped)
-    return o.transpose(1, 2)
+    options: dict[str, Any] = {"is_causal": causal, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, mask, **options).transpose(1, 2)
 
 
 def mixing_options(settings: MHLASettings, num_heads: int) -> dict[str, Any]:
@@ -128,7 +123,7 @@ class MHLACore(nn.Module):
 
     Args:
         settings: The settings.
-        mixing: The module that computes the mixing weights.
+        mixing: The module that computes the mixing.
         num_heads: Number of query heads, H.
         num_kv_heads: Number of KV heads, G; query head h uses KV head h // (H // G).
         key_dim: Width K of q and k.
@@ -138,25 +133,15 @@ class MHLACore(nn.Module):
     """
 
     causal = False
-    # Whether a decode step compiles as one graph.
-    compiles_fullgraph = True
+    compiles_fullgraph = True  # whether a decoding step compiles as one graph
 
     def __init__(
-        self,
-        settings: MHLASettings,
-        mixing: nn.Module,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        hidden_size: int,
-        norm_eps: float = 1e-6,
-    ):
+        self, settings: MHLASettings, mixing: nn.Module, *, num_heads: int, num_kv_heads: int, key_dim: int,
+        value_dim: int, hidden_size: int, norm_eps: float = 1e-6,
+    ):  # fmt: skip
         super().__init__()
         self.settings = settings
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.value_dim = value_dim
+        self.num_heads, self.num_kv_heads, self.value_dim = num_heads, num_kv_heads, value_dim
         self.q_map = FeatureMap(settings.feature_map, num_heads, key_dim)
         self.k_map = FeatureMap(settings.feature_map, num_kv_heads, key_dim)
         self.mixing = mixing
@@ -165,7 +150,7 @@ class MHLACore(nn.Module):
         if settings.gate:
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
-    def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def finish_output(self, o: Tensor, hidden_states: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Apply the output norm and the gate to o [B, T, H, V]; the gate reads the layer's input, [B, T, hidden_size]."""
         if self.settings.output_norm:
             o = self.norm(o)
@@ -176,16 +161,11 @@ class MHLACore(nn.Module):
 
 
 def prepare_operands(
-    core: MHLACore,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    rotate: Rotation | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Map, rotate, and mask: return q, k, and v as the operator `mhla` takes them, and a dict of its further arguments.
+    core: MHLACore, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rotate: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Map, rotate, and mask: return q, k, and v for `mhla`, and a dict of its further arguments.
 
-    Features are cast to v's dtype, because a rotation gives fp32 under autocast.
+    Features are cast to v's dtype, because rotations give fp32 under autocast.
     """
     settings = core.settings
     if rotate is not None and settings.rope == "before":
@@ -207,8 +187,7 @@ class MHLA(MHLACore):
     """Causal multi-head linear attention (paper sections 4.1 and 4.2, appendix C); see `MHLACore` for arguments."""
 
     causal = True
-    # With a mixing matrix, a decode step reads the length of the cache on the host: it compiles, but not as one graph.
-    compiles_fullgraph = False
+    compiles_fullgraph = False  # because a step reads the length of the cache on the host
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, **widths: Any):
         check_settings(settings, "a causal model")
@@ -216,19 +195,10 @@ class MHLA(MHLACore):
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        hidden_states: torch.Tensor | None = None,
-        rotate: Rotation | None = None,
-        starts: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        cache: Any = None,
-        scale: float | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, rotate: Rotation | None = None,
+        starts: Tensor | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        cache: Any = None, scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """Apply causal attention: each token attends to itself and to all earlier tokens.
 
         Args:
@@ -238,7 +208,7 @@ class MHLA(MHLACore):
             starts: int64 [B], first real token of each row of a left-padded batch; ignored if there is a key_mask.
             key_mask: bool [B, T], False for padding, which does not count as a position, wherever it is in a row. Not
                 allowed along with cu_seqlens.
-            cu_seqlens: Int [N + 1], borders of N packed sequences (B = 1). Ignored if there is a cache.
+            cu_seqlens: int32 or int64 [N + 1], borders of N packed sequences (B = 1). Ignored if there is a cache.
             cache: This layer's `MHLACacheLayer`, read and changed in place; None to attend without one.
             scale: Ignored: a constant factor cancels in the normalized form, and the other form always takes K**-0.5.
 
@@ -246,24 +216,21 @@ class MHLA(MHLACore):
             [B, T, H, V] in v's dtype.
 
         Raises:
-            ValueError: If gradients are required in training and the cache holds tokens.
-            ValueError, TypeError: If an argument is not valid (see `mhla`).
+            TypeError, ValueError: If an argument is invalid (see `mhla`), or if gradients are required in training and the
+                cache holds tokens.
         """
         settings = self.settings
         q, k, v, options = prepare_operands(self, q, k, v, key_mask, rotate)
-        if key_mask is not None:
-            source, inverse, starts = padding_first(key_mask)
-            q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))
-            for name in ("q_den", "k_den"):
-                if name in options:
-                    options[name] = move_tokens(options[name], source, inverse)
-        options["starts"] = starts
+        padding, options["starts"] = padding_first(key_mask, starts)
+        q, k, v = padding.move(q, k, v)
+        if "q_den" in options:
+            options["q_den"], options["k_den"] = padding.move(options["q_den"], options["k_den"])
         blocks = Blocks.sequence(q.shape[1], settings.block_size)
         o: Any
         if cache is None:
             mixing = self.mixing(blocks.num_blocks)
             o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, impl=settings.impl, **options)
-            assert isinstance(o, torch.Tensor)  # no state was asked for
+            assert isinstance(o, Tensor)  # no state was asked for
         elif cache.state is None:
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla(
@@ -274,8 +241,6 @@ class MHLA(MHLACore):
             cache.state.leave_inference_mode()
             mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
-        if key_mask is not None:
-            o = move_tokens(o, inverse, source)
-            if cache is not None:
-                cache.note_padding(key_mask)
-        return self.finish_output(o, hidden_states, v.dtype)
+        if key_mask is not None and cache is not None:
+            cache.note_padding(key_mask)
+        return self.finish_output(padding.take_back(o), hidden_states, v.dtype)

@@ -1,15 +1,15 @@
-"""Feature maps: what is applied to q and k before the products that replace softmax(q k^T).
+"""Feature maps of q and k, whose products replace softmax(q k^T).
 
-The learned maps follow Hedgehog (arXiv 2402.04347): their weights start at a multiple of the identity, so that the attention
-of a converted model peaks about where softmax does.
+As in Hedgehog (arXiv 2402.04347), the weights of learned maps start at a multiple of the identity, so that the attention of
+a converted model peaks about where softmax does.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .heads import HeadSplit
 
-RELU_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # added to relu(x); keeps the denominator from vanishing
+RELU_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # added to relu(x), to keep the denominator from vanishing
 INITIAL_WEIGHT_SCALE = {"hedgehog": 1.0, "softmax": 1.0, "exp": 0.35}  # learned maps start at this times the identity
 MAX_EXPONENT = 6.0  # of the "exp" map
 
@@ -24,8 +24,7 @@ class FeatureMap(nn.Module):
 
     def __init__(self, kind: str, num_heads: int, head_dim: int):
         super().__init__()
-        self.kind = kind
-        self.head_dim = head_dim
+        self.kind, self.head_dim = kind, head_dim
         if kind in INITIAL_WEIGHT_SCALE:
             self.weight = nn.Parameter(torch.empty(num_heads, head_dim, head_dim))
         if kind == "exp":
@@ -37,17 +36,16 @@ class FeatureMap(nn.Module):
     def num_features(self) -> int:
         return 2 * self.head_dim if self.kind == "hedgehog" else self.head_dim
 
-    def initial_values(self) -> dict[str, torch.Tensor]:
+    def initial_values(self) -> dict[str, Tensor]:
         values = {}
         if self.kind in INITIAL_WEIGHT_SCALE:
-            identity = torch.eye(self.head_dim).expand(self.weight.shape)
-            values["weight"] = INITIAL_WEIGHT_SCALE[self.kind] * identity
+            values["weight"] = INITIAL_WEIGHT_SCALE[self.kind] * torch.eye(self.head_dim).expand(self.weight.shape)
         if self.kind == "exp":
             values["bias"] = torch.zeros(self.bias.shape)
         return values
 
-    def forward(self, x: torch.Tensor, heads: HeadSplit | None = None) -> torch.Tensor:
-        """Compute features in x's dtype. In a layer that keeps softmax in some heads, `heads`, x has only the MHLA heads."""
+    def forward(self, x: Tensor, heads: HeadSplit | None = None) -> Tensor:
+        """Compute features in x's dtype. With `heads`, x has the MHLA heads only."""
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":

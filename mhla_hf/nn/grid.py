@@ -1,7 +1,7 @@
 """The MHLA core of image and video layers, over tokens on a grid, and its mixing matrix.
 
-The model fixes the number of blocks, the input the size of the grid. A larger or odd-sized grid gets larger blocks. An axis
-with fewer tokens than blocks gets one block per token, and the matrix is averaged down to these blocks.
+The model fixes the number of blocks, and the input the size of the grid. An axis with fewer tokens than blocks gets one
+block per token, and the matrix is averaged down to these blocks.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
@@ -20,26 +20,25 @@ from .mixing import Mixing, locality_weights
 from .settings import MHLASettings
 
 
-def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, distance: int = 1) -> torch.Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, distance: int = 1) -> Tensor:
     """Apply a rotary embedding to pairs of channels of x [B, T, H, K], in fp32.
 
-    `cos` and `sin` are [.., T, 1 or H, K], with every number once per channel of its pair, or [.., T, 1, 1]. `distance` is
-    that of the two channels: 1 for neighbors, K / 2 for the halves of a head.
+    `cos` and `sin` are [.., T, 1 or H, K], with each number at both channels of its pair, or [.., T, 1, 1]. The channels of
+    a pair are `distance` apart: 1 for neighbors, K / 2 for the halves of a head.
     """
     first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)  # [B, T, H, K / (2 * distance), distance]
     turned = torch.stack([-second, first], dim=-2).flatten(-3)
     return (x * cos.float() + turned * sin.float()).to(x.dtype)
 
 
-def rotate_both(x: torch.Tensor, y: torch.Tensor, angles: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply `rotate_pairs` with the same angles to queries and keys."""
+def rotate_both(x: Tensor, y: Tensor, angles: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Apply `rotate_pairs` to queries and keys."""
     return rotate_pairs(x, *angles), rotate_pairs(y, *angles)
 
 
-def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
-    """Return [num_new, num_old]: the fraction of each new part of an axis that lies in each old one. Parts are equal."""
-    starts = torch.arange(num_new, dtype=torch.float32) / num_new
-    size = 1.0 / num_new
+def block_overlap(num_new: int, num_old: int) -> Tensor:
+    """Return the fraction of each of `num_new` equal parts of an axis that lies in each of `num_old`, [num_new, num_old]."""
+    starts, size = torch.arange(num_new, dtype=torch.float32) / num_new, 1.0 / num_new
     edges = torch.arange(num_old + 1, dtype=torch.float32) / num_old
     low = torch.maximum(starts[:, None], edges[None, :-1])
     high = torch.minimum(starts[:, None] + size, edges[None, 1:])
@@ -47,7 +46,7 @@ def block_overlap(num_new: int, num_old: int) -> torch.Tensor:
     return overlap / overlap.sum(1, keepdim=True)
 
 
-def grid_distances(layout: Sequence[int]) -> torch.Tensor:
+def grid_distances(layout: Sequence[int]) -> Tensor:
     """Compute the Euclidean distances between the blocks of a grid, fp32 [M, M] (paper section 4.2)."""
     axes = [torch.arange(count, dtype=torch.float32, device="cpu") for count in layout]
     positions = torch.cartesian_prod(*axes).view(-1, len(axes))
@@ -57,15 +56,14 @@ def grid_distances(layout: Sequence[int]) -> torch.Tensor:
 class GridMixing(Mixing):
     """A learned mixing matrix over the blocks of a grid, computed in fp32 whatever the model's dtype (paper section 4.2).
 
-    Prefix tokens have a block of their own; initially, its weights are those of an average block.
+    Prefix tokens have a block of their own, which initially has the weights of an average block.
     """
 
     def __init__(self, layout: Sequence[int], num_heads: int | None = None, *, prefix: bool = False, **choices: Any):
-        self.layout = tuple(layout)
-        self.prefix = prefix
+        self.layout, self.prefix = tuple(layout), prefix
         super().__init__(prod(self.layout) + prefix, num_heads, **choices)
 
-    def initial_values(self) -> dict[str, torch.Tensor]:
+    def initial_values(self) -> dict[str, Tensor]:
         count = prod(self.layout)
         start = torch.ones(count, count, dtype=torch.float32)
         if self.start == "locality" and count > 1:
@@ -77,8 +75,8 @@ class GridMixing(Mixing):
             start = start / start.sum(-1, keepdim=True)
         return {"weight": (start.log() if self.form == "softmax" else start).expand(self.weight.shape)}
 
-    def forward(self, counts: Sequence[int]) -> torch.Tensor:  # type: ignore[override]  # a count for every axis
-        """Compute the weights, fp32 [M', M'] or [H, M', M'], between the blocks of a grid with `counts` blocks on each axis.
+    def forward(self, counts: Sequence[int]) -> Tensor:  # type: ignore[override]  # a count for every axis
+        """Compute the weights for `counts` blocks along each axis, n in all: fp32 [n, n] or [H, n, n].
 
         If an axis has fewer blocks than in the layout, rows and columns are averaged over the blocks that each one covers.
         """
@@ -88,8 +86,7 @@ class GridMixing(Mixing):
             weight = weight.clamp_min(0.0)
         if tuple(counts) == self.layout:
             return weight
-        one = torch.ones(1, 1, dtype=torch.float32)
-        overlap = one
+        overlap = one = torch.ones(1, 1, dtype=torch.float32)
         for num_new, num_old in zip(counts, self.layout, strict=True):
             overlap = torch.kron(overlap, block_overlap(num_new, num_old))
         if self.prefix:
@@ -106,9 +103,9 @@ class GridConv(nn.Module):
         conv_class = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[axes]
         self.conv = conv_class(channels, channels, kernel, padding=kernel // 2, groups=channels)
 
-    def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    def forward(self, x: Tensor, grid: Sequence[int]) -> Tensor:
         """Convolve tokens [B, T, C] or [B, T, H, V], in row-major order, over a grid."""
-        # contiguous: PyTorch 2.13 gives wrong gradients for 3 axes in bf16 on CPUs otherwise
+        # Otherwise, PyTorch 2.13 gives wrong gradients for 3 axes in bf16 on CPUs.
         channels_first = x.flatten(2).mT.contiguous()
         return self.conv(channels_first.unflatten(2, tuple(grid))).flatten(2).mT.reshape(x.shape)
 
@@ -121,7 +118,7 @@ class PositionConv(GridConv):
         for value in self.conv.parameters():
             value.data.zero_()
 
-    def initial_values(self) -> dict[str, torch.Tensor]:
+    def initial_values(self) -> dict[str, Tensor]:
         return {f"conv.{name}": torch.zeros(value.shape) for name, value in self.conv.named_parameters()}
 
 
@@ -146,33 +143,25 @@ class GridMHLA(MHLACore):
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, len(settings.layout))
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        grid: Sequence[int],
-        hidden_states: torch.Tensor | None = None,
-        rotate: Rotation | None = None,
-        key_mask: torch.Tensor | None = None,
-        shard: dict[str, Any] | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], hidden_states: Tensor | None = None,
+        rotate: Rotation | None = None, key_mask: Tensor | None = None, shard: dict[str, Any] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend to all tokens of the grid.
 
         Args:
-            q, k, v: [B, T, H, K] and [B, T, H, V]; the T tokens are the `prefix` tokens, then the grid's in row-major order.
+            q, k, v: [B, T, H, K] and [B, T, H, V], the `prefix` tokens, then those of the grid in row-major order.
             grid: Number of tokens along each axis, with as many axes as `settings.layout`.
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             rotate: Rotary embedding of q and k or, with `rope="after"`, of their features; None if there is none.
             key_mask: bool [B, T], False for padding.
-            shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`; q, k,
-                v, and hidden_states are then those of this process.
+            shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`; the
+                tensors then have the tokens of this process.
 
         Returns:
             [B, T, H, V] in v's dtype.
 
         Raises:
-            ValueError: If grid and prefix do not make T tokens, or `shard` comes with prefix tokens, a key_mask, or cpe.
+            ValueError: If grid and prefix do not have T tokens, or `shard` comes with prefix tokens, a key_mask, or cpe.
         """
         blocks = Blocks.grid(tuple(grid), self.mixing.layout, prefix=self.prefix)
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):
@@ -183,11 +172,10 @@ class GridMHLA(MHLACore):
         mixing = self.mixing(blocks.counts)
         if shard is None:
             o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)
-            assert isinstance(o, torch.Tensor)  # no state was asked for
+            assert isinstance(o, Tensor)  # no state was asked for
         else:
             o = sharded_mhla(q, k, v, mixing, blocks=blocks, **shard, **options)
         o = self.finish_output(o, hidden_states, v.dtype)
         if self.settings.cpe:
-            position = self.cpe(v[:, self.prefix :], grid)
-            o = o + F.pad(position, (0, 0, 0, 0, self.prefix, 0))
+            o = o + F.pad(self.cpe(v[:, self.prefix :], grid), (0, 0, 0, 0, self.prefix, 0))
         return o

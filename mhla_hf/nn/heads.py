@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 
 class HeadSplit:
     """Splits tensors into the KV heads of a layer that keep softmax and those that are MHLA, and joins them again.
 
-    Query heads go with the KV head that they read. Tensors are sliced rather than indexed: no index has to be moved to a
-    device, and a single run of heads is a view. `counts` are the numbers of KV heads that keep softmax (key True) and that
-    are MHLA (key False).
+    Query heads go with the KV head that they read. `counts` are the numbers of KV heads that keep softmax (key True) and
+    that are MHLA (key False). Tensors are sliced rather than indexed: no index moves to a device, and a run is a view.
     """
 
     def __init__(self, softmax_heads: Sequence[int], num_kv_heads: int):
@@ -25,8 +25,8 @@ class HeadSplit:
                 self.runs.append((first, end, is_softmax))
                 first = end
 
-    def part(self, x: torch.Tensor, softmax: bool, dim: int) -> torch.Tensor:
-        """Return the softmax heads or the MHLA heads of a tensor with G KV heads or H query heads along `dim`."""
+    def part(self, x: Tensor, softmax: bool, dim: int) -> Tensor:
+        """Return the softmax heads, or else the MHLA heads, of a tensor with all KV or query heads along `dim`."""
         queries_per_kv = x.shape[dim] // self.num_kv_heads
         parts = [
             x.narrow(dim, first * queries_per_kv, (end - first) * queries_per_kv)
@@ -35,7 +35,7 @@ class HeadSplit:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def join(self, parts: Mapping[bool, torch.Tensor], dim: int) -> torch.Tensor:
+    def join(self, parts: Mapping[bool, Tensor], dim: int) -> Tensor:
         """Join the softmax heads (key True) and the MHLA heads (key False) in their original order along `dim`."""
         pieces, begin = [], {True: 0, False: 0}
         for first, end, is_softmax in self.runs:

@@ -1,13 +1,12 @@
 """The MHLA core of layers in which tokens of text and of a grid attend in one sequence, as in Flux or HunyuanVideo.
 
-A query t of the grid reads text, and optionally the blocks of the grid around its own, by softmax, and all other blocks by
-MHLA, under one normalizer and on one scale. With scores z_ts = <q_t, k_s> / sqrt(K), features phi, and a learned balance b
-per head:
+A query t of the grid reads the text, and optionally the blocks around its own, by softmax, and all other blocks by MHLA,
+under one normalizer. With scores z_ts = <q_t, k_s> / sqrt(K), features phi, and a learned balance b per head:
 
     o_t = (sum_near e^z_ts v_s + e^b sum_far m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s) / (the same with 1 for v_s)
 
-A query of the text reads all tokens by softmax. There may be several grids, such as an image and those that it is an edit
-of. Each is cut into the same number of blocks, and block m has the tokens of block m of every grid.
+A query of the text reads all tokens by softmax. There may be several grids, such as an image and those that it edits; block
+m has the tokens of block m of every grid.
 """
 
 import math
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
@@ -28,36 +28,36 @@ from .settings import MHLASettings
 from .windowed import start_balance
 
 LOWEST_SCORE = -1000.0  # of the additional key, where there is no far part
-WIDTH_STEP = 8  # fused attention kernels take heads whose width is a multiple of this
+WIDTH_STEP = 8  # of heads, for fused kernels
 
-# Called as softmax(q, k, v, mask=..., scale=...), as `softmax_attention` is.
-SoftmaxFunction = Callable[..., torch.Tensor]
+# Called like `softmax_attention`, as softmax(q, k, v, mask=..., scale=...).
+SoftmaxFunction = Callable[..., Tensor]
 
 
 class TextTokens(NamedTuple):
-    """Queries, keys, and values of S text tokens, with RoPE if the model has it, and two attention masks.
+    """Queries, keys, and values of S text tokens, rotated if the model has RoPE, and two masks, bool or added to the scores.
 
-    Masks are bool (True: visible) or added to the scores. `mask` [B, 1, 1, S] is for queries of the grid and keys of the
-    text; `full_mask` [B, 1, 1 or S, S + T] is for queries of the text and all keys, those of the text first.
+    `mask` [B, 1, 1, S] is for queries of the grid and keys of the text; `full_mask` [B, 1, 1 or S, S + T] for queries of the
+    text and all keys, those of the text first.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    mask: torch.Tensor | None = None
-    full_mask: torch.Tensor | None = None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    full_mask: Tensor | None = None
 
 
 def softmax_beside_key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, softmax: SoftmaxFunction
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Call `softmax` over keys [B, S, H, K] and one more key, with a score z' for each query [B, T, H, K + 1].
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softmax: SoftmaxFunction
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Call `softmax` over keys [B, S, H, K] and one more key, with a score z' for each query.
 
-    The last channel of q is z' * sqrt(K). The mask is [B, 1, 1, at most S]. With weights e^z / (sum e^z + e^z'), this
-    returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the additional key's weight. The
-    caller merges this with other weights by the additional key's, as it would by a logsumexp. Unlike a logsumexp, that has
-    gradients: both sums of weights come out of the fused kernel as further columns of v. If z' is the log of the sum of the
-    other weights, only negligible terms are lost, also in fp16.
+    The last channel of q [B, T, H, K + 1] is z' * sqrt(K); the mask is [B, 1, 1, at most S]. With weights
+    e^z / (sum e^z + e^z'), this returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the
+    weight of the additional key, by which the caller merges other weights, as by a logsumexp. Unlike that, it has gradients:
+    both sums of weights are further columns of v. If z' is the log of the sum of the other weights, only negligible terms
+    are lost, also in fp16.
     """
     num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
     width = -(-max(key_width + 1, value_width + 2) // WIDTH_STEP) * WIDTH_STEP
@@ -76,7 +76,7 @@ def softmax_beside_key(
 
 
 def split_grids(grid: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Return the size of each grid; `grid` is the size of a single one, or has a tuple for each."""
+    """Return the size of each grid, where `grid` is the size of one, or a tuple for each of several."""
     return tuple(grid) if isinstance(grid[0], tuple) else (tuple(grid),)
 
 
@@ -92,8 +92,8 @@ def near_blocks(counts: Sequence[int], window: int) -> list[list[int]]:
     return lists
 
 
-def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> torch.Tensor:
-    """Return fp32 [M, M]: 0 for the pairs of blocks that `near_blocks` lists, and 1 for the others."""
+def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> Tensor:
+    """Return fp32 [M, M], 0 for the pairs of blocks that `near_blocks` lists and 1 for others."""
     near = torch.ones(1, 1, dtype=torch.float32, device=device)
     for count in counts:
         position = torch.arange(count, device=device)
@@ -102,20 +102,18 @@ def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> 
 
 
 class JointMixing(GridMixing):
-    """Mixing over the blocks of a grid, and `balance` [H], the log of what brings MHLA weights to the scale of e^score."""
+    """Mixing over the blocks of a grid, and `balance` [H], the log of the multiplier of MHLA weights beside e^score."""
 
     def __init__(self, layout: Sequence[int], *, balance: float, all_heads: int, **choices: Any):
         self.initial_balance, self.all_heads = balance, all_heads
         super().__init__(layout, **choices)
         self.balance = torch.nn.Parameter(self.initial_values()["balance"])
 
-    def initial_values(self) -> dict[str, torch.Tensor]:
-        return {
-            **super().initial_values(),
-            "balance": torch.full((self.all_heads,), self.initial_balance, dtype=torch.float32),
-        }
+    def initial_values(self) -> dict[str, Tensor]:
+        balance = torch.full((self.all_heads,), self.initial_balance, dtype=torch.float32)
+        return {**super().initial_values(), "balance": balance}
 
-    def forward(self, counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the weights between blocks, as `GridMixing` does, and e^balance, fp32 [H, 1]."""
         return super().forward(counts), self.balance.float().exp()[:, None]
 
@@ -123,8 +121,8 @@ class JointMixing(GridMixing):
 class JointMHLA(MHLACore):
     """Attention of the tokens of a text and of a grid, with MHLA among those of the grid.
 
-    The initial balance is so small that a converted layer starts as its softmax part. `settings.layout` is required; see
-    `MHLACore` for the arguments.
+    `settings.layout` is required; see `MHLACore` for the arguments. Initially, the balance is so small that a converted
+    layer is its softmax part.
     """
 
     mixing: JointMixing
@@ -132,34 +130,24 @@ class JointMHLA(MHLACore):
     def __init__(self, settings: MHLASettings, *, num_heads: int, key_dim: int, value_dim: int, **widths: Any):
         if settings.layout is None:
             raise ValueError("layout: got None, expected the number of blocks along each axis of the grid.")
-        mixing = JointMixing(
-            settings.layout,
-            balance=start_balance(settings, key_dim, causal=False),
-            all_heads=num_heads,
-            **mixing_options(settings, num_heads),
-        )
+        balance = start_balance(settings, key_dim, causal=False)
+        options = mixing_options(settings, num_heads)
+        mixing = JointMixing(settings.layout, balance=balance, all_heads=num_heads, **options)
         sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}
         super().__init__(settings, mixing, **sizes, **widths)
         if settings.cpe:
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, len(settings.layout))
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        text: TextTokens,
-        *,
-        grid: Sequence[Any],
-        hidden_states: torch.Tensor | None = None,
-        rotate: Rotation | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, text: TextTokens, *, grid: Sequence[Any],
+        hidden_states: Tensor | None = None, rotate: Rotation | None = None,
         softmax: SoftmaxFunction = softmax_attention,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attend over the text and the grid.
 
         Args:
-            q, k, v: [B, T, H, K] and [B, T, H, V], the T tokens of the grid in row-major order; several grids after each
-                other.
+            q, k, v: [B, T, H, K] and [B, T, H, V], the tokens of the grid, or of one grid after the other, in row-major
+                order.
             text: The tokens of the text, of which there may be none.
             grid: Number of tokens along each axis, with as many axes as `settings.layout`; of several grids, a tuple each.
             hidden_states: [B, T, hidden_size], the input of the layer for the tokens of the grid, which the gate reads.
@@ -187,7 +175,7 @@ class JointMHLA(MHLACore):
         options: dict[str, Any] = {"normalize": False, "scale": 1.0, "unrounded": True, "impl": self.settings.impl}
         q_features, k_features = (x.to(v.dtype) for x in (self.q_map(q), self.k_map(k)))
         far = mhla(q_features, k_features, with_ones(v), mixing, blocks=blocks, **options)
-        assert isinstance(far, torch.Tensor)  # no state was asked for
+        assert isinstance(far, Tensor)  # no state was asked for
         with torch.autocast(q.device.type, enabled=False):
             far = balance * far  # [B, T, H, V + 1]
             size, scale = far[..., -1:].detach().abs(), q.shape[3] ** -0.5
@@ -195,7 +183,7 @@ class JointMHLA(MHLACore):
             queries = torch.cat([rotated_q, score], -1)
             parts = self.attend_near(queries, rotated_k, v, text, blocks, softmax)
             near, near_weight, far_weight, score = (x.to(far.dtype) for x in (*parts, score))
-            # The score is not quite the log of the size, because v's dtype rounds it.
+            # v's dtype rounds the score, so it is not quite the log of the size.
             far = far_weight * (size.log() - scale * score).exp() * divide_or_zero(far, size[..., 0])
             o = divide_or_zero(near + far[..., :-1], (near_weight + far[..., -1:])[..., 0])
             keys, values = torch.cat([text.k, rotated_k], 1), torch.cat([text.v, v], 1)
@@ -210,15 +198,9 @@ class JointMHLA(MHLACore):
         return o, text_o
 
     def attend_near(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        text: TextTokens,
-        blocks: Blocks,
-        softmax: SoftmaxFunction,
-    ) -> tuple[torch.Tensor, ...]:
-        """Compute the softmax part of the queries of the grid, as `softmax_beside_key` does; q and k are rotated."""
+        self, q: Tensor, k: Tensor, v: Tensor, text: TextTokens, blocks: Blocks, softmax: SoftmaxFunction
+    ) -> tuple[Tensor, ...]:
+        """Compute the softmax part of the queries of the grid, as `softmax_beside_key` does."""
         if not self.settings.windowed:
             return softmax_beside_key(q, text.k, text.v, text.mask, softmax)
         order = torch.argsort(blocks.index(q.device), stable=True)

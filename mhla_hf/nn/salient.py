@@ -1,29 +1,26 @@
-"""The core of converted language models whose heads keep a window and salient tokens (`ops/windowed/salient.py`).
-
-It has no parameters: a model is converted by choosing the heads that keep all tokens, and is ready.
-"""
+"""The core of language models whose heads keep a window and salient tokens (`ops/windowed/salient.py`)."""
 
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.windowed.inputs import WindowedOptions
 from ..ops.windowed.salient import salient_attention
 from ..ops.windowed.salient_decoding import SalientState, continue_salient, fill_salient
-from .core import check_no_gradients, move_tokens, padding_first, without_padding
+from .core import check_no_gradients, padding_first, without_padding
 from .heads import HeadSplit
 from .settings import MHLASettings, check_settings
 
 
 class SalientCore(nn.Module):
-    """Causal softmax over a window, sinks, and the tokens of the past that each KV head attended to most.
+    """Causal softmax over a window, sinks, and the tokens of the past that each KV head attended to most; no parameters.
 
     Attributes:
-        heads: The `HeadSplit` of a layer in which some KV heads keep all tokens, else None. `forward` then gets the other
-            heads only.
+        heads: The `HeadSplit` of a layer in which some KV heads keep all tokens, else None. With it, `forward` gets the
+            others only.
     """
 
     causal = True
@@ -35,40 +32,33 @@ class SalientCore(nn.Module):
         super().__init__()
         check_settings(settings, "a causal model")
         self.settings = settings
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.value_dim = value_dim
+        self.num_heads, self.num_kv_heads, self.value_dim = num_heads, num_kv_heads, value_dim
         self.heads: HeadSplit | None = None
-        self.options = WindowedOptions(
-            settings.block_size,
-            window=settings.window,
-            sinks=settings.sinks,
-            scale=key_dim**-0.5,
-            salient=settings.salient,
-        )
+        size, window, sinks = settings.block_size, settings.window, settings.sinks
+        self.options = WindowedOptions(size, window, sinks, scale=key_dim**-0.5, salient=settings.salient)
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        hidden_states: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        cache: Any = None,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        """Attend as `salient_attention` does, or, with a `cache`, after its tokens. Arguments are as in `MHLA.forward`.
+        self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, starts: Tensor | None = None,
+        key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, cache: Any = None, scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attend as `salient_attention` does, after the tokens of a `cache` if there is one.
 
-        `scale` is the multiplier of q k^T, None for K**-0.5. Returns [B, T, H, V] in v's dtype.
+        Args:
+            q, k, v, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, for the MHLA heads only.
+            hidden_states: Ignored: there is no gate.
+            scale: Multiplier of q k^T; None is K**-0.5.
+
+        Returns:
+            [B, T, H, V] in v's dtype.
+
+        Raises:
+            ValueError: If gradients are required in training and the cache holds tokens.
         """
         options = self.options if scale in (None, self.options.scale) else replace(self.options, scale=scale)
         # Under autocast, rotated q and k arrive in fp32.
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
-        if key_mask is not None:  # `starts` then tells which tokens are real
-            source, inverse, starts = padding_first(key_mask)
-            q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))
+        padding, starts = padding_first(key_mask, starts)
+        q, k, v = padding.move(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             if cache is None:
                 o = salient_attention(q, k, v, options, starts=starts, cu_seqlens=cu_seqlens)
@@ -81,11 +71,9 @@ class SalientCore(nn.Module):
                     if q.shape[1] == 1:
                         plan = cache.shared_plan(partial(cache.state.plan_step, options, starts), q.device)
                 o = continue_salient(q, k, v, cache.state, options, starts=starts, fresh=fresh, plan=plan)
-        if key_mask is not None:
-            o = move_tokens(o, inverse, source)
-            if cache is not None:
-                cache.note_padding(key_mask)
-        return o
+        if key_mask is not None and cache is not None:
+            cache.note_padding(key_mask)
+        return padding.take_back(o)
 
     def fits_window(self, num_tokens: int, *, cache: Any, starts: Any, key_mask: Any, cu_seqlens: Any) -> bool:
         """Return whether T new tokens need plain causal softmax alone."""
@@ -94,8 +82,8 @@ class SalientCore(nn.Module):
         return is_whole and fits and not torch.compiler.is_compiling()
 
     @torch.no_grad()
-    def remember(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any, cos_sin: None = None) -> None:
-        """Put tokens that fit the window into an empty `cache`; q [B, T, H, K], k, and v are those of the MHLA heads."""
+    def remember(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, cos_sin: None = None) -> None:
+        """Put tokens that fit the window into an empty cache; q, k, and v are those of the MHLA heads."""
         if k.shape[1] <= (self.options.window - 1) * self.options.block_size:
             k = k.to(v.dtype)
             cache.state = self.new_state(k, v)
@@ -103,10 +91,10 @@ class SalientCore(nn.Module):
         else:
             self(q, k, v, cache=cache)
 
-    def new_state(self, k: torch.Tensor, v: torch.Tensor, cos_sin: None = None) -> SalientState:
-        """Create a state without tokens, for k and v [B, T, G, ..] of the MHLA heads like these."""
+    def new_state(self, k: Tensor, v: Tensor, cos_sin: None = None) -> SalientState:
+        """Create a state without tokens, for k and v of the MHLA heads like these."""
         return SalientState.empty(k, v, self.options)
 
-    def finish_output(self, o: torch.Tensor, hidden_states: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Cast the base's own attention, where it is the output, [B, T, H, V]."""
+    def finish_output(self, o: Tensor, hidden_states: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Cast the base's own attention, where that is the output."""
         return o.to(dtype)

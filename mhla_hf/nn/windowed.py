@@ -5,13 +5,14 @@ from math import log
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..ops.torch_layout import shift_to_start
+from ..ops.torch_layout import align_blocks
 from ..ops.windowed.attention import far_range, two_way_attention, windowed_attention
 from ..ops.windowed.decays import Decays
 from ..ops.windowed.decoding import KeyMap, WindowedState, continue_windowed, fill_state
 from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
-from .core import MHLACore, check_no_gradients, move_tokens, padding_first, without_padding
+from .core import MHLACore, check_no_gradients, padding_first, without_padding
 from .decay_mixing import DecayMixing
 from .heads import HeadSplit
 from .settings import MHLASettings, check_settings
@@ -23,9 +24,9 @@ HARMLESS_BALANCE = -4.0
 def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
     """Compute the initial balance of the far part (see `WindowedInputs`).
 
-    For random keys, the product of a query's and a key's features is about 2 / K with Hedgehog, and is taken to be of the
-    order of K with all other maps; the balance compensates for that. Features of real keys saturate: with `rope="near"`,
-    and in encoders, the far part starts so small that a converted model is not worse than its window alone.
+    It compensates for the product of a query's and a key's features, which for random keys is about 2 / K with Hedgehog, and
+    taken to be K with other maps. Features of real keys saturate: with `rope="near"`, and in encoders, the far part starts
+    so small that a converted model is not worse than its window alone.
     """
     if settings.rope == "near" or not causal:
         sums_to_one = settings.feature_map in ("hedgehog", "softmax")
@@ -33,8 +34,8 @@ def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
     return log(key_dim / 2) if settings.feature_map == "hedgehog" else -log(key_dim)
 
 
-def keep_rotated(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Return `x` unchanged; used in place of a function that undoes a rotary embedding."""
+def keep_rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Return x unchanged, where there is no rotary embedding to undo, or nothing to map."""
     return x
 
 
@@ -44,8 +45,8 @@ class DecayCore(MHLACore):
     It has the parameters of all heads, even if some of them keep softmax, so that these can be chosen after training.
 
     Attributes:
-        heads: The `HeadSplit` of a layer in which some KV heads keep softmax, else None. `forward` then gets the MHLA heads
-            only.
+        heads: The `HeadSplit` of a layer in which some KV heads keep softmax, else None. With it, `forward` gets the MHLA
+            heads only.
         unrotate: Called as unrotate(x, cos_sin) with q or k; undoes the rotary embedding, for `rope="near"`.
     """
 
@@ -53,15 +54,8 @@ class DecayCore(MHLACore):
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, **widths: Any):
         check_settings(settings, "a causal model" if self.causal else "an encoder", both_ways=not self.causal)
-        mixing = DecayMixing(
-            num_heads,
-            num_kv_heads,
-            settings.num_decays,
-            balance=start_balance(settings, key_dim, self.causal) if settings.windowed else None,
-            learn=settings.learn_mixing,
-            free_decay=settings.free_decay,
-            length_power=settings.length_power,
-        )
+        balance = start_balance(settings, key_dim, self.causal) if settings.windowed else None
+        mixing = DecayMixing(settings, num_heads, num_kv_heads, balance)
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, **widths)
         self.heads: HeadSplit | None = None
         self.unrotate: KeyMap = keep_rotated
@@ -83,26 +77,17 @@ class DecayMHLA(DecayCore):
     causal = True
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        hidden_states: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        cache: Any = None,
-        scale: float | None = None,
-        cos_sin: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, starts: Tensor | None = None,
+        key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, cache: Any = None,
+        scale: float | None = None, cos_sin: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Apply causal attention: each token attends to itself and to all earlier tokens.
 
         Args:
             q, k, v, hidden_states, starts, key_mask, cu_seqlens, cache: As in `MHLA.forward`, for the MHLA heads only.
             scale: Multiplier of q k^T in the softmax of the base model; None is K**-0.5.
-            cos_sin: [B or 1, T, 1, A], cosines and sines of the rotation of q and k, where A is the number of rotated
-                dimensions of a head; None if q and k were not rotated.
+            cos_sin: [B or 1, T, 1, A], cosines and sines of the rotation of A dimensions of q and k; None if q and k were
+                not rotated.
 
         Returns:
             [B, T, H, V] in v's dtype.
@@ -114,30 +99,20 @@ class DecayMHLA(DecayCore):
         options = self.options if scale in (None, self.options.scale) else replace(self.options, scale=scale)
         # Under autocast, rotated q and k arrive in fp32.
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
-        if cos_sin is None:
-            cos_sin = q.new_zeros(*q.shape[:2], 1, 0)
-        else:
-            cos_sin = cos_sin.to(q.dtype).expand(len(q), -1, -1, -1)
-        if key_mask is not None:  # `starts` then tells which tokens are real
-            source, inverse, starts = padding_first(key_mask)
-            q, k, v, cos_sin = (move_tokens(x, source, inverse) for x in (q, k, v, cos_sin))
+        padding, starts = padding_first(key_mask, starts)
+        q, k, v, cos_sin = padding.move(q, k, v, rotation_of(k, cos_sin))
         if q.shape[1] == 1 and torch.compiler.is_compiling():
-            # Materialize q and k: fused into the loop over keys, the query would be rotated again for every key.
+            # Materialize q and k: fused into the loop over keys, q would be rotated again for every key.
             both = torch.cat([q, k], 2)
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
         decays, balance = self.read_mixing(cache)
         is_new = cache is None or cache.state is None
         drop_window = is_new and self.draw_window_dropout()
         first, end = 0, q.shape[1]
-        if (
-            is_new
-            and starts is None
-            and cu_seqlens is None
-            and balance is not None
-            and not torch.compiler.is_compiling()
-        ):
+        is_whole = is_new and starts is None and cu_seqlens is None
+        if is_whole and balance is not None and not torch.compiler.is_compiling():
             first, end = far_range(q.shape[1], replace(options, window=1) if drop_window else options)
-            if torch.is_grad_enabled() and end == 0:  # gradients of zero, as other processes may have some
+            if torch.is_grad_enabled() and end == 0:  # other processes may have gradients, so this one needs zeros
                 first, end = 0, q.shape[1]
         q_features = self.q_map(self.unrotate(q[:, first:], cos_sin[:, first:]), self.heads)
         map_keys: KeyMap = self.map_keys
@@ -156,11 +131,9 @@ class DecayMHLA(DecayCore):
                 inputs = inputs._replace(options=replace(options, window=1))
             with torch.autocast(q.device.type, enabled=False):
                 o = windowed_attention(inputs, map_keys(k[:, :end], cos_sin[:, :end]))
-        if key_mask is not None:
-            o = move_tokens(o, inverse, source)
-            if cache is not None:
-                cache.note_padding(key_mask)
-        return self.finish_output(o, hidden_states, v.dtype)
+        if key_mask is not None and cache is not None:
+            cache.note_padding(key_mask)
+        return self.finish_output(padding.take_back(o), hidden_states, v.dtype)
 
     def fits_window(self, num_tokens: int, *, cache: Any, starts: Any, key_mask: Any, cu_seqlens: Any) -> bool:
         """Return whether T new tokens need plain causal softmax alone, and no gradient of this core."""
@@ -172,29 +145,26 @@ class DecayMHLA(DecayCore):
         return num_tokens <= self.options.window * self.options.block_size and not learns and not drops_window
 
     @torch.no_grad()
-    def remember(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any, cos_sin: torch.Tensor | None
-    ) -> None:
-        """Put tokens that fit the window into an empty `cache`; q [B, T, H, K], k, and v are those of the MHLA heads."""
+    def remember(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, cos_sin: Tensor | None) -> None:
+        """Put tokens that fit the window into an empty cache; q, k, and v are those of the MHLA heads."""
         k = k.to(v.dtype)
-        cos_sin = k.new_zeros(*k.shape[:2], 1, 0) if cos_sin is None else cos_sin.to(k.dtype).expand(len(k), -1, -1, -1)
+        cos_sin = rotation_of(k, cos_sin)
         self.read_mixing(cache)
         cache.state = self.new_state(k, v, cos_sin)
         fill_state(k, v, self.map_keys, cache.state, self.options, cos_sin)
 
-    def new_state(self, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None) -> WindowedState:
-        """Create a state without tokens, for k and v [B, T, G, ..] of the MHLA heads and cos_sin [.., A] like these."""
-        num_decays, num_features = self.mixing.num_decays, self.k_map.num_features
-        return WindowedState.empty(k, v, num_decays, num_features, self.options, cos_sin)
+    def new_state(self, k: Tensor, v: Tensor, cos_sin: Tensor | None) -> WindowedState:
+        """Create a state without tokens, for k and v of the MHLA heads and cos_sin like these."""
+        return WindowedState.empty(k, v, self.mixing.num_decays, self.k_map.num_features, self.options, cos_sin)
 
-    def map_keys(self, k: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """Compute the features with which the MHLA heads' keys enter the far part. See `KeyMap` for arguments and result."""
+    def map_keys(self, k: Tensor, cos_sin: Tensor) -> Tensor:
+        """Compute the features of the MHLA heads' keys, as a `KeyMap`."""
         return self.k_map(self.unrotate(k, cos_sin), self.heads)
 
-    def read_mixing(self, cache: Any) -> tuple[Decays, torch.Tensor | None]:
-        """Return the decays and the balance of the MHLA heads, from a cache that holds tokens or for a new one.
+    def read_mixing(self, cache: Any) -> tuple[Decays, Tensor | None]:
+        """Return the decays and the balance of the MHLA heads, from a cache that holds tokens, or for a new one.
 
-        The cache has them in one tensor, because every tensor that a compiled step reads costs time.
+        The cache has them as one tensor, because every tensor that a compiled step reads costs time.
         """
         if cache is not None and cache.state is not None:
             return self.mixing.unpack(cache.mixing)
@@ -204,14 +174,12 @@ class DecayMHLA(DecayCore):
         return decays, balance
 
     def draw_window_dropout(self) -> bool:
-        """Draw whether this forward pass restricts the window to the current block; never in eval mode."""
+        """Draw whether this forward pass in training restricts the window to the current block."""
         probability = self.settings.window_dropout if self.training and self.options.window > 1 else 0
         return probability > 0 and float(torch.rand(())) < probability
 
-    def continue_cache(
-        self, inputs: WindowedInputs, map_keys: KeyMap, cache: Any, cos_sin: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute the outputs of new tokens, and add the tokens to `cache.state`; see `continue_windowed`."""
+    def continue_cache(self, inputs: WindowedInputs, map_keys: KeyMap, cache: Any, cos_sin: Tensor) -> Tensor:
+        """Compute the outputs of new tokens, and add these to `cache.state`; see `continue_windowed`."""
         fresh = cache.state is None
         q, k, v = inputs[:3]
         if fresh:
@@ -221,6 +189,11 @@ class DecayMHLA(DecayCore):
         return continue_windowed(inputs, map_keys, cache.state, fresh=fresh, cos_sin=cos_sin)
 
 
+def rotation_of(k: Tensor, cos_sin: Tensor | None) -> Tensor:
+    """Return cosines and sines in the dtype of k [B, T, G, K] for every row, with a width of 0 for None."""
+    return k.new_zeros(*k.shape[:2], 1, 0) if cos_sin is None else cos_sin.to(k.dtype).expand(len(k), -1, -1, -1)
+
+
 class TwoWayMHLA(DecayCore):
     """Bidirectional MHLA by decays with a softmax window, for encoders: every token attends to all real tokens of its row.
 
@@ -228,25 +201,15 @@ class TwoWayMHLA(DecayCore):
     """
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        hidden_states: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        scale: float | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, hidden_states: Tensor | None = None, starts: Tensor | None = None,
+        key_mask: Tensor | None = None, scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend to all real tokens of each row.
 
         Args:
-            q: [B, T, H, K].
-            k: [B, T, G, K].
-            v: [B, T, G, V].
+            q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
-            starts: int64 [B], index of the first real token of each row; needs key_mask, too. None if rows begin with a real
-                token.
+            starts: int64 [B], index of the first real token of each row; None if rows begin with one.
             key_mask: bool [B, T], False for padding.
             scale: Multiplier of q k^T in the softmax of the base model; None is K**-0.5.
 
@@ -255,16 +218,11 @@ class TwoWayMHLA(DecayCore):
         """
         options = self.options if scale in (None, self.options.scale) else replace(self.options, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
-        if starts is not None and key_mask is not None:
-            source, inverse = shift_to_start(starts, q.shape[1])
-            q, k, v = (move_tokens(x, source, inverse) for x in (q, k, v))
-            key_mask = key_mask.gather(1, source.clamp_min(0)) & (source >= 0)
-        q_features = self.q_map(q, self.heads)
-        k_features = self.k_map(k, self.heads)
+        aligned = align_blocks(q, options.block_size, key_mask, starts, None)
+        q, k, v = aligned.tokens.move(q, k, v)
+        q_features, k_features = self.q_map(q, self.heads), self.k_map(k, self.heads)
         decays, balance = self.mixing(self.heads)
-        inputs = WindowedInputs(q, k, v, q_features, decays, balance, options, key_mask)
+        inputs = WindowedInputs(q, k, v, q_features, decays, balance, options, aligned.valid)
         with torch.autocast(q.device.type, enabled=False):
             o = two_way_attention(inputs, k_features)
-        if starts is not None:
-            o = move_tokens(o, inverse, source)
-        return self.finish_output(o, hidden_states, v.dtype)
+        return self.finish_output(aligned.tokens.take_back(o), hidden_states, v.dtype)

@@ -1,6 +1,6 @@
 """The operator: `mhla` for whole sequences and grids, `mhla_step` for decoding, and the choice of the implementation.
 
-`checks.py` validates the inputs here; the implementations expect checked inputs.
+The implementations expect inputs that were checked here.
 """
 
 import logging
@@ -51,8 +51,8 @@ def mhla(
         q: [B, T, H, K], feature-mapped queries, floating point.
         k: [B, S, G, K], feature-mapped keys. Query head h uses KV head h // (H // G).
         v: [B, S, G, V], values.
-        mixing: [Mq, Mk] or [H, Mq, Mk], one row per query block, one column per key block. If causal, it may have more rows
-            and columns; these and the upper triangle are ignored and get a gradient of zero.
+        mixing: [Mq, Mk] or [H, Mq, Mk], one row per query block, one column per key block. If causal, there may be more;
+            these and the upper triangle are ignored and get a gradient of zero.
         blocks: The blocks of the T queries; `Blocks.sequence` if causal.
         key_blocks: The blocks of the S keys; None if they are those of the queries.
         causal: Whether a query sees only the keys at and before its own position.
@@ -62,10 +62,10 @@ def mhla(
         q_den: [B, T, H, L], features of the queries for the denominator if they differ from q.
         k_den: [B, S, G, L], likewise for the keys.
         key_mask: bool [B, S], True for real keys. Masked keys weigh nothing but still count as positions.
-        cu_seqlens: int32 or int64 [N + 1], borders of packed sequences (causal, B = 1). Each sequence has its own
-            blocks, so `mixing` only needs rows for the longest one.
-        starts: int64 [B], index of the first real token of each left-padded row (causal). Block 0 of the row begins there,
-            tokens before it weigh nothing, and their outputs are 0.
+        cu_seqlens: int32 or int64 [N + 1], borders of packed sequences (causal, B = 1). Each has its own blocks, so `mixing`
+            only needs rows for the longest one.
+        starts: int64 [B], index of the first real token of each left-padded row (causal). Block 0 begins there; tokens
+            before it weigh nothing, and their outputs are 0.
         unrounded: Whether to return outputs in the dtype of the sums, for a norm that follows: unnormalized outputs may
             overflow fp16.
         return_state: Whether to return the state from which `mhla_step` continues, too (causal, no cu_seqlens). It has no
@@ -105,7 +105,7 @@ def mhla_step(
 ) -> OutputAndState:  # fmt: skip
     """Continue causal MHLA by T >= 1 tokens, with the outputs that `mhla` gives for them in the whole sequence (appendix C).
 
-    The step is computed in PyTorch. Nothing has a gradient.
+    The step is computed in PyTorch, without gradients.
 
     Args:
         q: [B, T, H, K], queries of the new tokens.
@@ -139,11 +139,10 @@ def state_after(inputs: MHLAInputs) -> MHLAState:
     q, k, v, k_den = inputs.q, inputs.k, inputs.v, inputs.k_den
     block_size = inputs.options.blocks.block_size
     assert block_size is not None  # causal blocks are those of a sequence
-    batch, _, num_kv_heads, key_dim = k.shape
-    normalize, den_dim = bool(inputs.options.normalize), None if k_den is None else k_den.shape[3]
     state = MHLAState.empty(
-        batch, num_kv_heads, q.shape[2], key_dim, v.shape[3], block_size,
-        normalize=normalize, dtype=torch.promote_types(k.dtype, v.dtype), device=k.device, den_dim=den_dim,
+        len(k), k.shape[2], q.shape[2], k.shape[3], v.shape[3], block_size,
+        normalize=bool(inputs.options.normalize), dtype=torch.promote_types(k.dtype, v.dtype), device=k.device,
+        den_dim=None if k_den is None else k_den.shape[3],
     )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
         append_tokens(inputs.without_masked_keys(), state)
@@ -153,10 +152,9 @@ def state_after(inputs: MHLAInputs) -> MHLAState:
 def choose_implementation(
     impl: str, small_call: SmallCall, q: Tensor, k: Tensor, v: Tensor, k_den: Tensor | None = None
 ) -> str:
-    """Resolve "auto" to "torch" or "triton", and log each choice the first time it is made.
+    """Resolve "auto" to "torch" or "triton" (see `kernel_fault`), and log each choice the first time it is made.
 
-    For "auto", `kernel_fault` compares the kernels with fp64 on `small_call`, once per device. Raises ValueError if `impl`
-    is "triton" and the kernels cannot run.
+    Raises ValueError if `impl` is "triton" and the kernels cannot run.
     """
     if impl not in ("auto", "triton"):
         return impl

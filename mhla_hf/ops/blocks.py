@@ -1,11 +1,11 @@
-"""Assigns tokens to blocks: the geometry of MHLA, without any arithmetic on features.
+"""Assigns the tokens of a sequence or grid to blocks.
 
-Tokens always arrive in row-major order, and `Blocks` assigns each one to a block of the 1-D, 2-D, or 3-D grid. Any grid
-size works: the last or first blocks of an axis absorb the remainder, so callers never crop or pad. `Blocks` holds
-only integers, which makes it hashable and cheap to rebuild on every call.
+Any size works: the last or first blocks of an axis absorb the remainder, so callers never crop or pad. `Blocks` holds only
+integers, so it is hashable, and cheap to make on every call.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -17,16 +17,16 @@ from torch import Tensor
 class Blocks:
     """A partition of tokens into blocks (paper section 4.1: the M "heads" along the token dimension).
 
-    Build it with `Blocks.sequence` or `Blocks.grid`.
+    Build it with `Blocks.sequence` or `Blocks.grid`. Tokens and blocks are both numbered in row-major order.
 
     Args:
         shape: Number of tokens along each of the 1 to 3 axes.
         counts: Number of blocks along each axis.
         block_size: Tokens per block of a sequence; the last block may be shorter. None for a grid, whose axes are split as
             by `numpy.array_split`: the first blocks get one extra token if the axis does not divide evenly.
-        prefix: Number of tokens before the grid (class or register tokens). They form one extra block, block 0.
-        others: Shapes of further grids, whose tokens come after those of the first. Each is split into the same number of
-            blocks, and block m has the tokens of block m of every grid.
+        prefix: Number of tokens before the grid (class or register tokens), which form an extra block, block 0.
+        others: Shapes of further grids, whose tokens come after those of the first. Each is split into as many blocks, and
+            block m has the tokens of block m of every grid.
     """
 
     shape: tuple[int, ...]
@@ -37,11 +37,10 @@ class Blocks:
 
     @staticmethod
     def sequence(length: int, block_size: int) -> "Blocks":
-        """Split a sequence into blocks of a fixed size.
+        """Split a sequence of `length` tokens into blocks of `block_size`; the last block holds the remainder.
 
-        Args:
-            length: Number of tokens.
-            block_size: Tokens per block; the last block holds the remainder.
+        Raises:
+            ValueError: If an argument is no integer of at least 1.
         """
         check_positive_int("length", length)
         check_positive_int("block_size", block_size)
@@ -49,19 +48,16 @@ class Blocks:
 
     @staticmethod
     def grid(
-        shape: int | tuple[int, ...] | list[int],
-        counts: int | tuple[int, ...] | list[int],
-        *,
-        prefix: int = 0,
+        shape: int | Sequence[int], counts: int | Sequence[int], *, prefix: int = 0,
         others: tuple[tuple[int, ...], ...] = (),
-    ) -> "Blocks":
+    ) -> "Blocks":  # fmt: skip
         """Split each axis of a grid into a fixed number of blocks.
 
         Args:
             shape: Number of tokens along each of the 1 to 3 axes.
             counts: Number of blocks along each axis; clamped to the number of tokens on that axis, of the smallest grid.
-            prefix: Number of tokens before the grid, which form one extra block.
-            others: Shapes of further grids after the first; see `Blocks`.
+            prefix: Number of tokens before the grid, which form an extra block, block 0.
+            others: Shapes of further grids, whose tokens come after those of the first, in the same blocks.
 
         Raises:
             ValueError: If an argument is invalid; the message names it.
@@ -97,7 +93,7 @@ class Blocks:
         return math.prod(self.counts) + (self.prefix > 0)
 
     def axis_sizes(self, axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the size of each block along one axis of a grid, in tokens; they sum to its length."""
+        """Return the number of tokens of each block along an axis of a grid of this shape."""
         length, count = shape[axis], self.counts[axis]
         if self.block_size is not None:
             return (self.block_size,) * (count - 1) + (length - self.block_size * (count - 1),)
@@ -105,7 +101,7 @@ class Blocks:
         return (size + 1,) * remainder + (size,) * (count - remainder)
 
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of tokens in each of the M blocks, in block order."""
+        """Return the number of tokens in each of the M blocks."""
         axes = ([self.axis_sizes(axis, shape) for axis in range(len(shape))] for shape in (self.shape, *self.others))
         grids = (map(math.prod, product(*sizes)) for sizes in axes)
         sizes = tuple(map(sum, zip(*grids, strict=True)))
@@ -118,18 +114,17 @@ class Blocks:
 
     @property
     def contiguous(self) -> bool:
-        """Whether every block is a contiguous run of the row-major tokens, with the runs in block order."""
+        """Whether every block is a contiguous run of tokens, in the order of the blocks."""
         if self.others:
             return set(self.counts) == {1}
         return all(count == 1 or self.counts[:axis] == self.shape[:axis] for axis, count in enumerate(self.counts))
 
     def index(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the block of each token, int64 [T]; tokens and blocks are both numbered in row-major order."""
+        """Return the block of each token, int64 [T]."""
         block = torch.cat([self._index_grid(shape, device) for shape in (self.shape, *self.others)])
         return torch.cat([block.new_zeros(self.prefix), block + 1]) if self.prefix else block
 
     def _index_grid(self, shape: tuple[int, ...], device: torch.device | str | None) -> Tensor:
-        """Return the block of each token of one grid, int64 [tokens], without the prefix."""
         block = torch.zeros(1, dtype=torch.int64, device=device)
         for length, count in zip(shape, self.counts, strict=True):
             position = torch.arange(length, device=device)

@@ -1,8 +1,7 @@
-"""Validates the inputs of the operator; every public function calls these checks before it computes anything.
+"""Checks the inputs of the operator; raises TypeError or ValueError, `argument: got X, expected Y.`
 
-The checks look at shapes, dtypes, and devices. They look at values only where a wrong value would go unnoticed (`starts`
-and `cu_seqlens`), and never under `torch.compile` or during CUDA graph capture, where values cannot be read. The values of
-`mixing` are checked when weights are loaded. Errors are TypeError or ValueError: `argument: got X, expected Y.`
+Values are checked only where a wrong one would go unnoticed (`starts` and `cu_seqlens`), and where they can be read: not
+under `torch.compile` or during CUDA graph capture. Those of `mixing` are checked when weights are loaded.
 """
 
 import math
@@ -19,7 +18,7 @@ IMPLEMENTATIONS = ("auto", "reference", "torch", "triton")
 def check_tensor(
     name: str, x: object, q: Tensor, expected: str = "a floating-point tensor", *dtypes: torch.dtype
 ) -> None:
-    """Check that `x` is a tensor of one of the dtypes (none: any floating-point one) on the device of `q`."""
+    """Check that x is a tensor of one of the dtypes (by default, of a floating-point one) on the device of q."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got a {type(x).__name__}, expected {expected}.")
     if x.dtype not in dtypes and (dtypes or not x.is_floating_point()):
@@ -31,7 +30,6 @@ def check_tensor(
 def check_features(
     q: Tensor, k: Tensor, v: Tensor, q_den: Tensor | None, k_den: Tensor | None, normalize: bool | str
 ) -> None:
-    """Check shapes, dtypes, and devices of features and values."""
     features = {"q": q, "k": k, "v": v}
     if q_den is not None or k_den is not None:
         if q_den is None or k_den is None:
@@ -62,7 +60,6 @@ def check_features(
 
 
 def check_options(scale: float | None, normalize: bool | str, impl: str = "auto") -> None:
-    """Check the options that do not depend on the tensors."""
     if not isinstance(normalize, bool) and normalize != "official":
         raise ValueError(f"normalize: got {normalize!r}, expected True, False or 'official'.")
     if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale) or scale == 0):
@@ -95,7 +92,6 @@ def check_blocks(
 def check_padding(
     q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, cu_seqlens: Tensor | None, starts: Tensor | None
 ) -> None:
-    """Check `key_mask`, `cu_seqlens`, and `starts`, alone and together."""
     if key_mask is not None:
         check_tensor("key_mask", key_mask, q, "a bool tensor, True for real keys", torch.bool)
         if key_mask.shape != k.shape[:2]:
@@ -133,9 +129,9 @@ def check_starts(starts: Tensor, q: Tensor) -> None:
 def check_mixing(
     mixing: Tensor, q: Tensor, blocks: Blocks, key_blocks: Blocks, causal: bool, cu_seqlens: Tensor | None
 ) -> None:
-    """Check that `mixing` has a row for every query block and a column for every key block, or more if causal.
+    """Check that `mixing` has a row per query block and a column per key block or, if causal, at least as many.
 
-    With `cu_seqlens`, only the blocks of the longest sequence count.
+    With `cu_seqlens`, it needs those of the longest sequence.
     """
     num_blocks = blocks.num_blocks if causal else 0
     if cu_seqlens is not None:
@@ -162,7 +158,7 @@ def check_step(
     state: MHLAState, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, k_den: Tensor | None, normalize: bool | str,
     starts: Tensor | None,
 ) -> None:  # fmt: skip
-    """Check that features and options are those of the state, and that `mixing` has a row for every block so far."""
+    """Check that features and options fit the state, and that `mixing` has a row for every block so far."""
     if not isinstance(state, MHLAState):
         raise TypeError(f"state: got a {type(state).__name__}, expected an MHLAState.")
     if state.normalize != normalize:
@@ -189,10 +185,8 @@ def check_step(
 
 
 def values_can_be_read(device: torch.device) -> bool:
-    """Return whether tensor values can be copied to the host: not while torch.compile traces or a CUDA graph is captured."""
     return not (torch.compiler.is_compiling() or is_capturing(device))
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether the current CUDA stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,6 +1,6 @@
 """MHLA on a grid whose tokens are spread over several processes (context parallelism).
 
-Each process mixes the summaries of its own tokens for the blocks of all queries; a reduce-scatter adds these parts up where
+Each process mixes the summaries of its tokens for the blocks of all queries, and a reduce-scatter adds these parts up where
 the queries are. Tokens are in the order of their blocks, so only the blocks at shard borders are split.
 """
 
@@ -22,10 +22,10 @@ def sharded_mhla(
     edges: Sequence[int], add_up: Callable[[Tensor], Tensor], normalize: bool | str = True,
     q_den: Tensor | None = None, k_den: Tensor | None = None, unrounded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute the outputs of `mhla` for this process's tokens: `edges[rank]` to `edges[rank + 1]` in block order.
+    """Compute the outputs of `mhla` for the tokens of process `rank`, `edges[rank]` to `edges[rank + 1]` in block order.
 
-    `blocks` are those of all tokens; `edges` are the index in block order of the first token of each of P processes, then
-    the number of tokens. `add_up` is a differentiable reduce-scatter, x [P * N, ..] -> [N, ..], for all processes to call.
+    `blocks` are those of all tokens, and `edges` has an index for each of P processes and the number of tokens. `add_up` is
+    a differentiable reduce-scatter, x [P * N, ..] -> [N, ..], which all processes call.
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
         expected = f"shard {rank} of {blocks.length} tokens cut at {list(edges)}"
@@ -35,7 +35,7 @@ def sharded_mhla(
     sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     (heads,) = Heads.groups(q, sum_dtype, one_by_one=False)
     block_ends = list(accumulate(blocks.sizes()))
-    # The blocks that the tokens of each process belong to. Every process gets equally many rows of the mixing matrix.
+    # Every process gets equally many rows of the mixing matrix.
     blocks_of_ranks = [
         range(bisect_right(block_ends, first), bisect_left(block_ends, end) + 1) for first, end in pairwise(edges)
     ]
@@ -47,8 +47,8 @@ def sharded_mhla(
     order, inverse = order.to(q.device), inverse.to(q.device)
 
     def by_block(x: Tensor) -> Tensor:
-        """Gather all heads by block: [B, T, H or G, K] -> [B * H, M, C, K], M blocks of at most C tokens."""
-        x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))  # a row of zeros, which fills short blocks
+        """Gather by block, [B, T, H or G, K] -> [B * H, M, C, K], with zeros at the end of short blocks."""
+        x = torch.nn.functional.pad(heads.take(x), (0, 0, 0, 1))
         return x.index_select(1, order).unflatten(1, (len(own_blocks), -1))
 
     with torch.autocast(q.device.type, enabled=False):

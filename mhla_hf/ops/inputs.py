@@ -1,4 +1,4 @@
-"""The arguments of `mhla` as one record, which is checked once and then passed on."""
+"""The arguments of `mhla` as one record."""
 
 from typing import NamedTuple
 
@@ -20,9 +20,9 @@ class MHLAOptions(NamedTuple):
 
 
 class MHLAInputs(NamedTuple):
-    """The arguments of `mhla`, checked. A causal mixing matrix has M rows and columns, except for packed sequences.
+    """The checked arguments of `mhla`. A causal mixing matrix has M rows and columns, except for packed sequences.
 
-    In a step, the options' blocks are those of the new tokens, as if there were no others.
+    In a step, the blocks are those of the new tokens, as if there were no others.
     """
 
     q: Tensor
@@ -37,7 +37,7 @@ class MHLAInputs(NamedTuple):
     starts: Tensor | None = None
 
     def without_masked_keys(self) -> "MHLAInputs":
-        """Return the inputs with zeros for masked keys and values, which then need no `key_mask`."""
+        """Return the inputs with zeros for masked keys and values, which need no `key_mask`."""
         if self.key_mask is None:
             return self
         is_key = self.key_mask[:, :, None, None]

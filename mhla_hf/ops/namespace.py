@@ -1,7 +1,6 @@
-"""The name under which this copy of the code registers things in process-wide tables.
+"""The name under which this copy of the code registers operators and attention functions for the whole process.
 
-`checkpoints/bundle.py` replaces the value with the content hash of the bundle, so that several versions may live in one
-process and custom operators, attention functions, and cache layers never collide.
+`checkpoints/bundle.py` replaces it with the hash of the bundle, so that several versions can live in one process.
 """
 
 NAMESPACE = "package"

@@ -1,7 +1,4 @@
-"""The definition of MHLA as a readable T x T computation, against which every other implementation is tested.
-
-Quadratic in time and memory on purpose. It covers all options and dtypes, and expects inputs that `mhla` has checked.
-"""
+"""The definition of MHLA as a readable T x T computation, against which every other implementation is tested."""
 
 import torch
 from torch import Tensor
@@ -13,8 +10,8 @@ from .inputs import MHLAInputs
 def mhla_reference(inputs: MHLAInputs) -> Tensor:
     """Compute o[t] = sum_s w[t, s] v[s] with w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]> (paper eq. 5).
 
-    With `normalize` the sum is divided by sum_s w[t, s], where q_den and k_den replace q and k if they are given; 0/0 is 0.
-    The result [B, T, H, V] is in v's dtype or, if `unrounded`, in that of the computation: fp64 if q, k or v is, else fp32.
+    With `normalize`, it is divided by sum_s w[t, s], in which q_den and k_den, if any, replace q and k; 0/0 is 0. The result
+    [B, T, H, V] is in v's dtype or, if `unrounded`, in that of the computation: fp64 if q, k, or v is, else fp32.
     """
     q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
@@ -24,8 +21,7 @@ def mhla_reference(inputs: MHLAInputs) -> Tensor:
             q, k, options.blocks, options.key_blocks, options.causal, key_mask, cu_seqlens, starts
         )
         # Zero the tokens that take no part: a gradient of 0 times NaN would be NaN.
-        sees_any = visible.any(2)[:, :, None, None]  # [B, T, 1, 1]
-        seen_by_any = visible.any(1)[:, :, None, None]  # [B, S, 1, 1]
+        sees_any, seen_by_any = visible.any(2)[..., None, None], visible.any(1)[..., None, None]
         q = torch.where(sees_any, q, 0)
         k, v = torch.where(seen_by_any, k, 0), torch.where(seen_by_any, v, 0)
         if q_den is not None and k_den is not None:
@@ -50,11 +46,9 @@ def token_relations(
     q: Tensor, k: Tensor, blocks: Blocks, key_blocks: Blocks, causal: bool, key_mask: Tensor | None,
     cu_seqlens: Tensor | None, starts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the block of every query and key, int64 [B or 1, T or S], and which query may see which key, bool [B, T, S]."""
-    query_block = blocks.index(q.device)[None]
-    key_block = key_blocks.index(q.device)[None]
-    token = torch.arange(q.shape[1], device=q.device)
-    key_token = torch.arange(k.shape[1], device=q.device)
+    """Return the block of every query and key, int64 [B or 1, T or S], and which query sees which key, bool [B, T, S]."""
+    query_block, key_block = blocks.index(q.device)[None], key_blocks.index(q.device)[None]
+    token, key_token = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
     visible = torch.ones(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
     if causal:
         visible = visible & (token[:, None] >= key_token[None, :])
@@ -75,17 +69,17 @@ def token_relations(
 
 
 def inner_products(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute <q[t], k[s]> of each query head with its KV head: q [B, T, H, K], k [B, S, G, K] -> `dtype` [B, H, T, S]."""
+    """Compute <q[t], k[s]> in `dtype`: q [B, T, H, K], k [B, S, G, K] -> [B, H, T, S]."""
     k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], 2)
     return torch.einsum("bthk,bshk->bhts", q.to(dtype), k)
 
 
 def official_denominator(q: Tensor, k: Tensor, mixing: Tensor, blocks: Blocks, scale: float) -> Tensor:
-    """Compute the denominator of the authors' vision code: sum_b mixing[i, b] <q_b, z_b> for a token of block i.
+    """Compute the denominator of the authors' vision code, which their checkpoints need: [B, T, H].
 
-    z_b is the sum of the keys of block b, and q_b the query of block b at the token's slot, its index within its block. The
-    paper has the token's own query in place of q_b. Checkpoints that were trained with that code need this denominator. It
-    takes linear time, so every implementation uses it: q [B, T, H, K] and k [B, T, G, K], zero where masked -> [B, T, H].
+    For a token of block i this is sum_b mixing[i, b] <q_b, z_b>, where z_b is the sum of the keys of block b, and q_b the
+    query of block b at the token's index within its block; the paper has the token's own query instead. Keys that are
+    masked are zeros. It takes linear time, so every implementation uses it.
     """
     num_heads = q.shape[2]
     tokens = torch.argsort(blocks.index(q.device), stable=True).view(blocks.num_blocks, -1)  # [M, C], slot by slot
@@ -105,9 +99,8 @@ def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
 def without_row_scale(grad: Tensor, mixing: Tensor, causal: bool) -> Tensor:
     """Remove from a gradient of `mixing` its component along each row of `mixing`, for the normalized form.
 
-    The scale of a row cancels between numerator and denominator, so this component is exactly 0. What floating-point
-    arithmetic leaves of it is the rounding error of two large terms, often the largest error of the whole gradient. An
-    orthogonal projection removes it and cannot add to the error.
+    The scale of a row cancels between numerator and denominator, so this component is 0. What is computed is the rounding
+    error of two large terms, often the largest error of the gradient; an orthogonal projection removes it.
     """
     mixing = (mixing.tril() if causal else mixing).to(grad.dtype)
     largest = mixing.abs().amax(-1, keepdim=True)

@@ -1,9 +1,7 @@
-"""The state of a decoder: `MHLAState` for dense causal mixing, and `RowState`, which all decoder states share.
+"""The state of a decoder: `MHLAState` for dense causal mixing, and the base classes of all decoder states.
 
-Every row of the batch has its own position. `MHLAState` keeps the summaries of closed blocks; their mixture for the open
-block (the prefix), which is refreshed once per block; and a window with the keys and values of the last two blocks, which
-attention inside the open block reads. Nothing is ever subtracted from a sum, so `crop` is exact for tokens that are
-in the window. States have no gradient.
+`MHLAState` keeps the summaries of closed blocks; their mixture for the open block (the prefix), computed once per block; and
+a window with the keys and values of the last two blocks. Nothing is ever subtracted from a sum, so `crop` is exact.
 """
 
 from dataclasses import dataclass
@@ -13,17 +11,19 @@ from torch import Tensor
 
 
 class RowState:
-    """Base class of decoder states, which change in place: dataclasses whose tensors have the batch as their first axis."""
+    """Base class of decoder states: dataclasses of tensors without gradients, whose first axis is the batch.
+
+    States change in place. Every row has its own position.
+    """
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def nbytes(self) -> int:
-        """Return the number of bytes that the tensors take."""
         return sum(value.nbytes for value in self.tensors().values())
 
     def leave_inference_mode(self) -> None:
-        """Replace tensors that were created in inference mode, which cannot be written outside of it, by ordinary copies."""
+        """Copy tensors that were created in inference mode, which cannot be written outside of it."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
         for name, value in self.tensors().items():
@@ -32,9 +32,9 @@ class RowState:
 
     @torch.inference_mode(False)
     def select(self, index: Tensor) -> None:
-        """Keep the rows listed in `index` int64 [B'], in that order; a row may appear several times.
+        """Keep the rows listed in `index` int64 [rows], in that order; a row may appear several times.
 
-        As long as the number of rows stays the same, the tensors keep their addresses, which CUDA graphs rely on.
+        While the number of rows stays the same, so do the addresses of the tensors, for CUDA graphs.
         """
         self.leave_inference_mode()
         for name, value in self.tensors().items():
@@ -42,7 +42,7 @@ class RowState:
             setattr(self, name, value.copy_(selected) if selected.shape == value.shape else selected)
 
     def repeat(self, times: int) -> None:
-        """Repeat every row `times` times; the copies of a row are next to each other."""
+        """Repeat every row, with its copies next to each other."""
         num_rows = len(next(iter(self.tensors().values())))
         self.select(torch.arange(num_rows).repeat_interleave(times))
 
@@ -54,7 +54,7 @@ class RingState(RowState):
     Args:
         block_size: Tokens per block, C.
         position: int64 [B], number of tokens that each row has seen.
-        furthest: int64 [B], the largest `position` of each row at any call of `crop`.
+        furthest: int64 [B], the largest `position` of each row when `crop` was called.
     """
 
     block_size: int
@@ -62,10 +62,10 @@ class RingState(RowState):
     furthest: Tensor
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row, in place.
+        """Remove the last `count` tokens of every row.
 
         Raises:
-            ValueError: If a row has fewer tokens, or if the ring has already overwritten tokens that would be needed.
+            ValueError: If a row has fewer tokens, or the ring has overwritten tokens that would be needed.
         """
         torch.maximum(self.furthest, self.position, out=self.furthest)
         behind = int((self.furthest - self.position).max()) + count
@@ -82,8 +82,8 @@ class RingState(RowState):
 class MHLAState(RowState):
     """The decoder state of dense causal mixing, for B rows.
 
-    C is the block size, N the capacity for closed blocks, and L the width of the keys that the denominator reads (K unless
-    it has features of its own). Sums are in fp32, or in fp64 for fp64 inputs.
+    C is the block size, N the capacity for closed blocks, and L the width of the denominator's keys (K unless they are
+    features of their own). Sums are in fp32, or in fp64 for fp64 inputs; int64 tensors are on the CPU.
 
     Args:
         block_size: Tokens per block, C.
@@ -91,14 +91,14 @@ class MHLAState(RowState):
         summaries: [B, G, N, K, V], the summaries of closed blocks; N doubles when it is exhausted.
         z: [B, G, N, L], the sums of the denominator's keys in these blocks; None unless `normalize`.
         prefix: [B, H, K, V], the sum over closed blocks b of mixing[i, b] times summary b, for i = `prefix_block`.
-        prefix_z: [B, H, L], the same for `z`; None unless `normalize`.
-        prefix_block: int64 [B] on the CPU, the query block that the prefix was mixed for; -1 if there is none yet.
+        prefix_z: [B, H, L], likewise of `z`; None unless `normalize`.
+        prefix_block: int64 [B], the query block that the prefix was mixed for; -1 if there is none yet.
         window_k: [B, 2 * C, G, K] in the dtype of the inputs. The token at position p is in slot p % (2 * C), masked
             tokens as zeros.
         window_v: [B, 2 * C, G, V], likewise.
         window_k_den: [B, 2 * C, G, L], likewise; None if the denominator uses the same features as the numerator.
-        length: int64 [B] on the CPU, number of tokens that each row has seen.
-        oldest: int64 [B] on the CPU, the first position that the window still holds.
+        length: int64 [B], number of tokens that each row has seen.
+        oldest: int64 [B], the first position that the window still holds.
     """
 
     block_size: int
@@ -158,11 +158,11 @@ class MHLAState(RowState):
         )
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row, in place and without rounding errors.
+        """Remove the last `count` tokens of every row, without rounding errors.
 
         Raises:
-            ValueError: If `count` is not an int from 0 to the block size, is more than the shortest row has, or reaches
-                further back than the window does after an earlier crop.
+            ValueError: If `count` is not an int from 0 to the block size, or is more than the shortest row or, after an
+                earlier crop, the window has.
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.block_size:
             raise ValueError(f"count: got {count!r}, expected 0 to {self.block_size}, the tokens of one block.")

@@ -1,10 +1,9 @@
-"""Continues an `MHLAState` by one token, a few, or a whole chunk of a prompt, for rows at different positions.
+"""Continues an `MHLAState` by new tokens, for rows at different positions.
 
-There are two code paths. While no row leaves its open block (`step_within_block`, every ordinary decoding step), only the
-prefix and the window are read: the time per token is constant, and the prefix is recomputed once per block. Otherwise
-(`step_across_blocks`) the open block and the new tokens are laid out block by block, each row from its own block edge, and
-computed as one batch. A summary is always computed from the whole block when the block closes, so the numbers do not depend
-on how the tokens were divided into steps.
+While no row leaves its open block (`step_within_block`, an ordinary decoding step), only the prefix and the window are read,
+in constant time. Otherwise (`step_across_blocks`), the open block and the new tokens are laid out block by block, each row
+from its own block edge, and computed as one batch. Summaries are computed from whole blocks when these close, so they do not
+depend on how the tokens were divided into steps.
 
 Positions and block indices are int64 [B] on the CPU. "Open tokens" are lists with the keys, the values, and, if the
 denominator has features of its own, the k_den of open blocks.
@@ -20,7 +19,7 @@ from .torch_layout import TokenLayout
 
 
 def torch_step(inputs: MHLAInputs, state: MHLAState) -> Tensor:
-    """Compute `mhla_step`, and update `state` in place."""
+    """Compute `mhla_step`, and update the state."""
     has_padding = inputs.starts is not None and bool(inputs.starts.any())
     longest = int((state.length % state.block_size).max()) + inputs.q.shape[1]
     step = step_across_blocks if has_padding or longest > state.block_size else step_within_block
@@ -77,7 +76,7 @@ def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 
 
 def step_across_blocks(inputs: MHLAInputs, state: MHLAState) -> Tensor:
-    """Compute the outputs of T new tokens per row, which may fill any number of blocks; zeros for padding."""
+    """Compute the outputs of T new tokens per row, with zeros for padding."""
     mixing, q_den, sum_dtype, size = inputs.mixing, inputs.q_den, state.summaries.dtype, state.block_size
     layout, open_tokens = append_tokens(inputs, state)
     prefix, prefix_z = mix_closed_blocks(state, mixing, torch.arange(len(inputs.q)), layout.blocks)
@@ -93,7 +92,7 @@ def step_across_blocks(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 def append_tokens(inputs: MHLAInputs, state: MHLAState) -> tuple[TokenLayout, list[Tensor]]:
     """Write new tokens into a state, and store the summaries of the blocks that they fill.
 
-    Returns the layout of n blocks per row, beginning with the open one, and their open tokens [B, n * C, G, K or V or L].
+    Returns a layout of n blocks per row from the open one on, and its open tokens [B, n * C, G, K or V or L].
     """
     before, size, num_tokens, device = state.length, state.block_size, inputs.k.shape[1], state.summaries.device
     num_new = torch.full_like(before, num_tokens) if inputs.starts is None else num_tokens - inputs.starts.cpu()
@@ -107,7 +106,7 @@ def append_tokens(inputs: MHLAInputs, state: MHLAState) -> tuple[TokenLayout, li
         open_tokens.append(laid_out)
     by_block = [x.to(state.summaries.dtype).unflatten(1, (-1, size)).flatten(0, 1) for x in open_tokens]
     rows = torch.arange(len(before)).repeat_interleave(num_blocks)
-    # The last block may still be open. Its summary is not read before the block closes and it is written again.
+    # The last block may still be open; its summary is written again before it is read.
     close_blocks(state, rows, layout.blocks.flatten(), by_block)
     state.length = before + num_new
     last_block = (state.length - 1).clamp(min=0) // size
@@ -116,7 +115,7 @@ def append_tokens(inputs: MHLAInputs, state: MHLAState) -> tuple[TokenLayout, li
 
 
 def window_updates(inputs: MHLAInputs, state: MHLAState) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a window of the state and the new tokens to write into it."""
+    """Return pairs of a window of the state and its new tokens."""
     pairs = ((state.window_k, inputs.k), (state.window_v, inputs.v), (state.window_k_den, inputs.k_den))
     return [(window, new) for window, new in pairs if window is not None and new is not None]
 
@@ -125,10 +124,10 @@ def attend_blocks(
     query: Tensor, query_den: Tensor | None, open_tokens: list[Tensor], prefix: Tensor, prefix_z: Tensor | None,
     visible: Tensor | None, diagonal: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Compute q P + m_ii tril(q k^T) v for n blocks at once. If normalized, divide by the same sum with ones for v.
+    """Compute q P + m_ii tril(q k^T) v for n blocks and, if normalized, divide it by the same with ones for v.
 
-    Shapes: queries [B, H, n, T, K or L], open tokens [B, G, n, C, K or V or L], prefix P [B, H, n, K, V] and that of the
-    denominator [B, H, n, L] (None if not normalized), `visible` bool [.., T, C], diagonal m_ii [B, H or 1, n, 1, 1].
+    Queries are [B, H, n, T, K or L], open tokens [B, G, n, C, K or V or L], prefixes P [B, H, n, K, V] and [B, H, n, L]
+    (None if not normalized), `visible` is bool [.., T, C], and the diagonal m_ii [B, H or 1, n, 1, 1].
     """
     queries_per_kv = query.shape[1] // open_tokens[0].shape[1]
     open_tokens = [x.repeat_interleave(queries_per_kv, 1) if queries_per_kv > 1 else x for x in open_tokens]
@@ -147,7 +146,7 @@ def attend_blocks(
 
 
 def mix_closed_blocks(state: MHLAState, mixing: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute the prefixes [R, H, n, K, V] and [R, H, n, L] (or None) of the blocks [R, n] of some rows."""
+    """Compute the prefixes [R, H, n, K, V] and [R, H, n, L] (or None) of blocks [R, n] of R rows."""
     device, queries_per_kv = state.summaries.device, state.prefix.shape[1] // state.summaries.shape[1]
     num_closed = min(int(blocks.max()), mixing.shape[-1])
     is_earlier = (torch.arange(num_closed) < blocks[..., None]).to(device)
@@ -167,10 +166,7 @@ def mix_closed_blocks(state: MHLAState, mixing: Tensor, rows: Tensor, blocks: Te
 
 
 def diagonal_weight(mixing: Tensor, blocks: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """Return the weight m_ii of the blocks i in `blocks` [B, n] for themselves, [B, H or 1, n, 1, 1].
-
-    Blocks beyond the mixing matrix hold no token, and get its last diagonal element.
-    """
+    """Return m_ii for the blocks i in `blocks` [B, n], [B, H or 1, n, 1, 1]; arbitrary beyond the matrix."""
     diagonal = mixing.diagonal(dim1=-2, dim2=-1).to(sum_dtype)
     weight = diagonal[..., blocks.to(mixing.device).clamp(max=diagonal.shape[-1] - 1)]
     weight = weight[:, None] if mixing.dim() == 2 else weight.transpose(0, 1)
@@ -178,9 +174,9 @@ def diagonal_weight(mixing: Tensor, blocks: Tensor, sum_dtype: torch.dtype) -> T
 
 
 def close_blocks(state: MHLAState, rows: Tensor, blocks: Tensor, open_tokens: list[Tensor]) -> None:
-    """Store the summaries of complete blocks, whose tokens are [R, C, G, ..], at `rows` and `blocks` [R] of a state."""
+    """Store the summaries of blocks, whose tokens are [R, C, G, ..], at `rows` and `blocks` [R] of a state."""
     capacity, num_closed = state.summaries.shape[2], int(blocks.max()) + 1
-    if num_closed > capacity:  # which is then at least doubled
+    if num_closed > capacity:  # double it at least
         extra = max(num_closed, 2 * capacity) - capacity
         state.summaries = torch.nn.functional.pad(state.summaries, (0, 0, 0, 0, 0, extra))
         state.z = None if state.z is None else torch.nn.functional.pad(state.z, (0, 0, 0, extra))
@@ -192,5 +188,5 @@ def close_blocks(state: MHLAState, rows: Tensor, blocks: Tensor, open_tokens: li
 
 
 def heads_first(x: Tensor, sum_dtype: torch.dtype, size: int) -> Tensor:
-    """Move heads before tokens, cut into blocks of `size`: [B, n * C, H, K] -> [B, H, n, C, K]."""
+    """Move heads before tokens, in blocks of `size`: [B, n * C, H, K] -> [B, H, n, C, K]."""
     return x.to(sum_dtype).transpose(1, 2).unflatten(2, (-1, size))

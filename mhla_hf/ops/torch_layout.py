@@ -1,4 +1,4 @@
-"""Tensor layouts of the PyTorch implementation: tokens by block, heads one by one or together, padding moved aside."""
+"""Tensor layouts of the PyTorch implementation: tokens by block, heads in groups, padding moved aside."""
 
 from typing import Any, NamedTuple
 
@@ -9,9 +9,9 @@ from .blocks import Blocks
 
 
 class BlockCut:
-    """Cuts tokens into M blocks of C tokens, where C is the size of the largest block; smaller blocks end in zeros.
+    """Cuts tokens into M blocks of C tokens, the size of the largest; smaller blocks end in zeros.
 
-    Blocks that are contiguous runs of tokens are views, others are gathered.
+    Contiguous blocks are views, others are gathered.
     """
 
     def __init__(self, blocks: Blocks, device: torch.device):
@@ -19,8 +19,7 @@ class BlockCut:
         self.size = min(blocks.block_size, blocks.length) if blocks.block_size is not None else max(blocks.sizes())
         self.missing = self.count * self.size - self.length
         self.order: Tensor | None = None
-        in_place = blocks.contiguous and (blocks.block_size is not None or blocks.equal)
-        if not in_place:
+        if not blocks.contiguous or (blocks.block_size is None and not blocks.equal):
             block = blocks.index(device)
             # Count on the device: a copy from the host could not be captured in a CUDA graph.
             sizes = block.new_zeros(self.count).index_add(0, block, torch.ones_like(block))
@@ -41,25 +40,20 @@ class BlockCut:
 
 
 def gather_by_block(block: Tensor, sizes: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Compute the gather that sorts tokens by `block` [T] and pads every block to `size` tokens, and its inverse.
+    """Compute the gather that sorts tokens by `block` [T] and pads every block to C = `size` tokens, and its inverse.
 
-    Returns the token at each place, int64 [M * C], T where a block has fewer than C tokens; and the place of each token.
+    Returns the token at each place, int64 [M * C], or T where there is none; and the place of each token, int64 [T].
     """
-    length = block.shape[0]
     tokens = torch.argsort(block, stable=True)
     first = sizes.cumsum(0) - sizes
-    shift = torch.arange(sizes.shape[0], device=block.device) * size - first
-    place = torch.arange(length, device=block.device) + shift[block[tokens]]
-    order = torch.full((sizes.shape[0] * size,), length, device=block.device).index_copy(0, place, tokens)
+    shift = torch.arange(len(sizes), device=block.device) * size - first
+    place = torch.arange(len(block), device=block.device) + shift[block[tokens]]
+    order = torch.full((len(sizes) * size,), len(block), device=block.device).index_copy(0, place, tokens)
     return order, torch.empty_like(tokens).index_copy(0, tokens, place)
 
 
 class Heads:
-    """Selects some query heads of some batch rows, and flattens both into one axis of R.
-
-    The caller's tensors are [B, T, H or G, K], the work tensors [R, T, K] in `sum_dtype`. A single head of a single row is a
-    view, anything else a copy.
-    """
+    """Selects query heads of batch rows, and flattens both into one axis: [B, T, H or G, K] -> [R, T, K] in `sum_dtype`."""
 
     def __init__(self, rows: slice, heads: slice, q: Tensor, sum_dtype: torch.dtype):
         self.rows, self.heads, self.sum_dtype = rows, heads, sum_dtype
@@ -67,26 +61,26 @@ class Heads:
 
     @staticmethod
     def groups(q: Tensor, sum_dtype: torch.dtype, one_by_one: bool) -> list["Heads"]:
-        """Return selections that cover all heads of q: one for each head of each row if `one_by_one`, else a single one."""
+        """Return selections that cover q [B, T, H, K]: one for each head of each row if `one_by_one`, else a single one."""
         if not one_by_one:
             return [Heads(slice(None), slice(0, q.shape[2]), q, sum_dtype)]
         rows, heads = ([slice(i, i + 1) for i in range(count)] for count in (q.shape[0], q.shape[2]))
         return [Heads(row, head, q, sum_dtype) for row in rows for head in heads]
 
     def select(self, x: Tensor) -> Tensor:
-        """Return a view of the selected rows and heads of x [B, T, H or G, K]; of G KV heads, those that they use."""
+        """Return a view of the selected rows and heads of x [B, T, H or G, K]; of KV heads, those that they read."""
         queries_per_kv = self.total_heads // x.shape[2]
         return x[self.rows, :, self.heads.start // queries_per_kv : (self.heads.stop - 1) // queries_per_kv + 1]
 
     def take(self, x: Tensor) -> Tensor:
-        """Gather the selected heads: [B, T, H or G, K] -> [R, T, K]; KV heads are repeated for their query heads."""
+        """Return the selected heads, with KV heads repeated for their query heads: [B, T, H or G, K] -> [R, T, K]."""
         x = self.select(x).to(self.sum_dtype).transpose(1, 2)
         if x.shape[1] < self.num_heads:
             x = x.repeat_interleave(self.num_heads // x.shape[1], 1)
         return x.flatten(0, 1)
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """Write x [R, T, K] to `out` in place. If `out` has KV heads, add the sum over the query heads of each instead."""
+        """Write x [R, T, K] to `out`; if `out` has KV heads, add to each the sum over its query heads."""
         target = self.select(out)
         x = x.unflatten(0, (self.num_rows, self.num_heads))
         if out.shape[2] == self.total_heads:
@@ -95,12 +89,12 @@ class Heads:
             target.add_(x.unflatten(1, (target.shape[2], -1)).sum(2).transpose(1, 2))
 
     def take_mixing(self, mixing: Tensor, scale: float) -> Tensor:
-        """Multiply the mixing matrix of the selected heads by `scale`: [Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk]."""
+        """Return the mixing of the selected heads times `scale`: [Mq, Mk] or [H, Mq, Mk] -> [R or 1, Mq, Mk]."""
         mixing = mixing.to(self.sum_dtype) * scale
         return mixing[None] if mixing.dim() == 2 else mixing[self.heads].repeat(self.num_rows, 1, 1)
 
     def add_mixing_grad(self, mixing_grad: Tensor, out: Tensor) -> None:
-        """Add gradients [R, Mq, Mk] to `out` [Mq, Mk] or [H, Mq, Mk], in place."""
+        """Add gradients [R, Mq, Mk] to `out` [Mq, Mk] or [H, Mq, Mk]."""
         if out.dim() == 2:
             out += mixing_grad.sum(0)
         else:
@@ -110,7 +104,7 @@ class Heads:
 class MoveTokens(torch.autograd.Function):
     """Gathers tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` [B or 1, P] is -1.
 
-    `inverse` [B or 1, T] is the gather in the opposite direction, with which the backward pass is a gather, too.
+    `inverse` [B or 1, T] undoes it, which makes the backward pass a gather, too.
     """
 
     @staticmethod
@@ -126,7 +120,7 @@ class MoveTokens(torch.autograd.Function):
 
 
 class DifferentiableOnce(torch.autograd.Function):
-    """Returns a gradient unchanged, and raises RuntimeError when it is differentiated by the `sources` it depends on."""
+    """Returns a gradient unchanged, and raises RuntimeError if it is differentiated with respect to its `sources`."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
@@ -137,19 +131,33 @@ class DifferentiableOnce(torch.autograd.Function):
         raise RuntimeError("A second derivative of MHLA was asked for, which only mhla(..., impl='reference') has.")
 
 
+class TokenMove(NamedTuple):
+    """The gathers of `MoveTokens`, or None if no token moves."""
+
+    source: Tensor | None = None
+    inverse: Tensor | None = None
+
+    def move(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self.source is None:
+            return tensors
+        return tuple(MoveTokens.apply(x, self.source, self.inverse) for x in tensors)
+
+    def take_back(self, x: Tensor) -> Tensor:
+        return x if self.source is None else MoveTokens.apply(x, self.inverse, self.source)
+
+
 def shift_to_start(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Compute `source` and `inverse` of `MoveTokens` so that the first real token of each row comes to place 0."""
+    """Compute the gathers of `MoveTokens` that bring the first real token of each row, `starts` [B], to place 0."""
     place = torch.arange(num_tokens, device=starts.device)
-    starts = starts[:, None]
-    source, inverse = place + starts, place - starts
+    source, inverse = place + starts[:, None], place - starts[:, None]
     return torch.where(source < num_tokens, source, -1), torch.where(inverse >= 0, inverse, -1)
 
 
 def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute how to move packed sequences so that each begins at a block edge. M is the largest number of blocks possible.
+    """Compute the gathers of `MoveTokens` with which each packed sequence begins at a block edge: [1, M * C] and [1, T].
 
-    Returns `source` [1, M * C] and `inverse` [1, T] of `MoveTokens`, and for each block [M] its index in its sequence and
-    its sequence; unused blocks at the end have one of their own.
+    M is an upper bound that does not depend on the borders. Also returns, int64 [M], the index of each block in its sequence
+    and its sequence; unused blocks at the end count as one more sequence.
     """
     borders = cu_seqlens.long()
     last_block = ((borders.diff() + block_size - 1) // block_size).cumsum(0)
@@ -165,30 +173,12 @@ def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tup
 
 
 class Alignment(NamedTuple):
-    """Tokens moved so that every sequence begins at a block edge; see `align_blocks`.
+    """How tokens move so that every sequence begins at a block edge; see `align_blocks`."""
 
-    Args:
-        block: int64 [M], the index of each block in its sequence.
-        valid: bool [B, T'], which of the T' moved tokens are keys; None if all are.
-        sequence_id: Int [M], the sequence of each block if several are packed, else None.
-        source, inverse: The gathers of `MoveTokens`; None if no token moves.
-    """
-
-    block: Tensor
-    valid: Tensor | None
-    sequence_id: Tensor | None
-    source: Tensor | None
-    inverse: Tensor | None
-
-    def move(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Move tokens, [B, T, ..] -> [B, T', ..]."""
-        return (
-            tensors if self.source is None else tuple(MoveTokens.apply(x, self.source, self.inverse) for x in tensors)
-        )
-
-    def take_back(self, o: Tensor) -> Tensor:
-        """Undo `move`."""
-        return o if self.source is None else MoveTokens.apply(o, self.inverse, self.source)
+    tokens: TokenMove
+    block: Tensor  # int64 [M], the index of each block in its sequence
+    valid: Tensor | None  # bool [B, places], which moved tokens are keys; None if all are
+    sequence_id: Tensor | None = None  # int64 [M], the sequence of each block if several are packed
 
 
 def align_blocks(
@@ -209,15 +199,15 @@ def align_blocks(
     elif starts is not None:
         source, inverse = shift_to_start(starts.to(q.device), num_tokens)
     else:
-        return Alignment(block, key_mask, None, None, None)
+        return Alignment(TokenMove(), block, key_mask)
     valid = (source >= 0).expand(batch, -1)
     if key_mask is not None:
         valid = valid & key_mask.gather(1, source.clamp(min=0).expand(batch, -1))
-    return Alignment(block, valid, sequence_id, source, inverse)
+    return Alignment(TokenMove(source, inverse), block, valid, sequence_id)
 
 
 def mixing_of_sequences(mixing: Tensor, block_index: Tensor, sequence_id: Tensor) -> Tensor:
-    """Expand the mixing matrix of one sequence to the M blocks of `align_sequences`, with 0 between sequences."""
+    """Expand the mixing matrix of a sequence to the M blocks of `align_sequences`, with 0 between sequences."""
     rows = block_index.clamp(max=mixing.shape[-2] - 1)
     columns = block_index.clamp(max=mixing.shape[-1] - 1)
     return torch.where(sequence_id[:, None] == sequence_id, mixing[..., rows[:, None], columns], 0)
@@ -231,7 +221,7 @@ def ring_slot(position: Tensor, num_slots: int, sinks: int = 0) -> Tensor:
 def resize_tokens(x: Tensor, count: int) -> Tensor:
     """Cut or pad x [B, T, ..] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
 
-    Under torch.compile, padding by nothing would be a special case with a graph of its own; a gather has no special case.
+    Under torch.compile, no padding would be a special case with its own graph, which a gather does not have.
     """
     if torch.compiler.is_compiling():
         return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
@@ -251,8 +241,8 @@ def by_token(x: Tensor, batch: int, size: int) -> Tensor:
     return x.unflatten(2, (-1, size)).unflatten(0, (batch, -1)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
 
 
-def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Tensor:
-    """Return which token is in each slot after `count` tokens [N]: int64 [N, S], negative if empty; inverts `ring_slot`."""
+def slot_positions(count: Tensor, num_slots: int, sinks: int) -> Tensor:
+    """Return the token in each slot of `ring_slot` after `count` tokens [N]: int64 [N, S], negative if it is empty."""
     slot = torch.arange(num_slots, device=count.device)
     last = count[:, None] - 1
     in_ring = last - (last - slot + sinks) % (num_slots - sinks)
@@ -261,25 +251,22 @@ def slot_positions(count: torch.Tensor, num_slots: int, sinks: int) -> torch.Ten
 
 
 def visible_slots(position: Tensor, num_slots: int, block_size: int, window: int, sinks: int) -> Tensor:
-    """Return which slots the token at `position` int64 [B] sees if all hold real tokens, bool [B, num_slots].
-
-    These are the sinks and the window, the token itself included; `ring_slot` says which token is in which slot.
-    """
+    """Return which slots of `ring_slot` hold sinks or the window of the token at `position` [B], bool [B, num_slots]."""
     slots = torch.arange(num_slots, device=position.device)
     age = (position[:, None] - slots + sinks) % (num_slots - sinks)  # of the tokens in the ring
-    oldest = torch.minimum(
-        position % block_size + (window - 1) * block_size, position - sinks
-    )  # the largest visible age
-    return torch.where(slots < sinks, slots <= position[:, None], age <= oldest[:, None])
+    largest_age = torch.minimum(position % block_size + (window - 1) * block_size, position - sinks)
+    return torch.where(slots < sinks, slots <= position[:, None], age <= largest_age[:, None])
 
 
 class TokenLayout:
-    """Lays out the old tokens of a decoder state and new tokens, M blocks per row, each row from a block edge on.
+    """Lays out the tokens that a decoder state holds, then new ones: M blocks per row, from block `first_block` [B] on.
 
-    All index tensors may be on the CPU while the tokens are on `device`. `before` [B] counts the old tokens of each row, of
-    which the state holds the last in the `num_slots` of `ring_slot`; `num_new` [B] counts the real new ones, which are the
-    last of `num_columns`. `first_block` [B] is where the layout begins. `blocks` [B, M] are the indices of its blocks, and
-    `filled` bool [B, M * C] says which places hold a token.
+    `before` [B] counts the old tokens of each row, the last of which are in the slots of `ring_slot`; `num_new` [B] counts
+    the real new ones, the last of `num_columns`. Indices may be on the CPU while the tokens are on `device`.
+
+    Attributes:
+        blocks: int64 [B, M], the indices of the blocks.
+        filled: bool [B, M * C], which places hold a token.
     """
 
     def __init__(
@@ -302,15 +289,15 @@ class TokenLayout:
         self.rows = torch.arange(len(before), device=device)[:, None]
 
     def place_keys(self, held: Tensor, new: Tensor) -> Tensor:
-        """Lay out old and new tokens: [B, slots, ..] and [B, T, ..] -> [B, M * C, ..]; arbitrary where not `filled`."""
+        """Lay out old tokens [B, slots, ..] and new ones [B, T, ..], to [B, M * C, ..]; arbitrary where not `filled`."""
         return (torch.cat([held, new.to(held.dtype)], 1) if self.num_slots else new)[self.rows, self.source]
 
     def place_queries(self, q: Tensor) -> Tensor:
-        """Lay out new tokens only: [B, T, ..] -> [B, M * C, ..]; arbitrary at places without a new token."""
+        """Lay out new tokens, [B, T, ..] -> [B, M * C, ..]; arbitrary at places without one."""
         return q[self.rows, self.new_token]
 
     def take_back(self, o: Tensor) -> Tensor:
-        """Undo `place_queries`: [B, M * C, ..] -> [B, T, ..], with zeros for padding."""
+        """Undo `place_queries`, with zeros for padding."""
         padding = (self.num_columns - self.num_new)[:, None]
         new_index = torch.arange(self.num_columns, device=self.before.device) - padding
         place = (new_index + (self.before - self.first_position)[:, None]).clamp(min=0).to(self.device)
@@ -318,7 +305,7 @@ class TokenLayout:
         return torch.where(is_real.view(*is_real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
 
     def keep(self, held: Tensor, laid_out: Tensor) -> None:
-        """Write the newest tokens of the layout, [B, M * C, ..], into the slots of `held` [B, slots, ..], in place."""
+        """Write the newest tokens of the layout, [B, M * C, ..], into the slots of `held` [B, slots, ..]."""
         position = slot_positions(self.before + self.num_new, held.shape[1], self.sinks)
         is_new = (position >= torch.maximum(self.before, self.first_position)[:, None]).to(self.device)
         place = (position - self.first_position[:, None]).clamp(0, laid_out.shape[1] - 1).to(self.device)

@@ -1,19 +1,18 @@
-"""MHLA in fast PyTorch: one autograd function for all options, with a hand-written backward pass that recomputes.
+"""MHLA in PyTorch: one autograd function for all options, by batched matrix products over blocks and heads.
 
-Only the inputs are saved for the backward pass, and in the normalized form the output and one number per token and head.
-Tokens of padded or packed batches are first moved to block edges, and the outputs are moved back.
+The backward pass recomputes: it saves the inputs and, in the normalized form, the output and its denominator. Tokens of
+padded or packed batches are moved to block edges, and the outputs back.
 
-Both passes go by blocks and several heads at once, by nothing but batched matrix products. Letters in shapes: R heads, M
-query blocks of C tokens, N key blocks of D tokens; q [R, M, C, K], k [R, N, D, K], v [R, N, D, V], and the mixing matrix
-m [R or 1, M, N]. Blocks with fewer keys than the largest are padded with zeros.
+Letters in shapes: R heads, M query blocks of C tokens, N key blocks of D tokens; q [R, M, C, K], k [R, N, D, K],
+v [R, N, D, V], and the mixing matrix m [R or 1, M, N]. Blocks with fewer tokens than the largest are padded with zeros.
 
 Without a causal mask, o_i = q_i P_i with P_i = sum_b m_ib S_b, where S_b = k_b^T v_b is the summary of block b. With one,
-earlier blocks act through P_i = sum_{b<i} m_ib S_b, and a block acts on itself through m_ii tril(q_i k_i^T). The weight m_ii
-is the same within a block, so a long block is cut into n chunks of c tokens with running sums of their summaries: the cost
-of a token does not grow with the block size.
+P_i = sum_{b<i} m_ib S_b, and a block acts on itself through m_ii tril(q_i k_i^T). Since m_ii is the same within a block, a
+long block is cut into n chunks of c tokens with running sums of their summaries: the cost of a token does not grow with the
+block size.
 
-Two gradients come into the backward pass: num_grad [R, M, C, V] of the sum of weight * v, and den_grad [R, M, C] of the sum
-of the weights, which is None if not normalized.
+The backward pass gets num_grad [R, M, C, V], the gradient of the sum of weight * v, and den_grad [R, M, C], that of the sum
+of the weights (None if not normalized).
 """
 
 from typing import Any
@@ -28,37 +27,35 @@ from .torch_layout import (
     BlockCut,
     DifferentiableOnce,
     Heads,
-    MoveTokens,
+    TokenMove,
     align_sequences,
     mixing_of_sequences,
     shift_to_start,
 )
 
-# Elements of q per head above which the CPU computes head by head: below, measured, the overhead of the calls costs more
-# than staying in the cache gains.
+# Elements of q per head from which the CPU computes head by head, to stay in its cache; measured.
 HEAD_BY_HEAD_SIZE = 32768
 
 
 def torch_mhla(inputs: MHLAInputs) -> Tensor:
-    """Compute `mhla` in PyTorch: [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums."""
+    """Compute `mhla`: [B, T, H, V] in v's dtype or, if `unrounded`, in that of the sums."""
     q, k, v, mixing, options, q_den, k_den, _, cu_seqlens, starts = inputs.without_masked_keys()
     blocks, normalize = options.blocks, options.normalize
-    inverse = None
+    tokens = TokenMove()
     if starts is not None:
-        source, inverse = shift_to_start(starts.to(q.device), q.shape[1])
+        tokens = TokenMove(*shift_to_start(starts.to(q.device), q.shape[1]))
     if cu_seqlens is not None:
         assert blocks.block_size is not None  # causal blocks are those of a sequence
         source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
         mixing = mixing_of_sequences(mixing, block_index, sequence_id)
-        blocks = Blocks.sequence(source.shape[1], blocks.block_size)
+        tokens, blocks = TokenMove(source, inverse), Blocks.sequence(source.shape[1], blocks.block_size)
         options = options._replace(blocks=blocks, key_blocks=blocks)
-    if inverse is not None:
-        q, k, v = (MoveTokens.apply(x, source, inverse) for x in (q, k, v))
-        if q_den is not None:
-            q_den, k_den = (MoveTokens.apply(x, source, inverse) for x in (q_den, k_den))
+    q, k, v = tokens.move(q, k, v)
+    if q_den is not None and k_den is not None:
+        q_den, k_den = tokens.move(q_den, k_den)
     if normalize is False or (normalize is True and q_den is None):
         o = BlockedAttention.apply(q, k, v, mixing, options)
-    else:  # a denominator of other features, and the official one, take a pass of their own
+    else:  # the denominator takes a pass of its own
         sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
         mixing = RowScaleFree.apply(mixing.to(sum_dtype), options.causal)
         options = options._replace(normalize=False, unrounded=True)
@@ -72,13 +69,13 @@ def torch_mhla(inputs: MHLAInputs) -> Tensor:
             den = BlockedAttention.apply(q, k, num.new_ones(*k.shape[:3], 1), mixing, options).squeeze(3)
         o = divide_or_zero(num, den)
         o = o if inputs.options.unrounded else o.to(v.dtype)
-    return o if inverse is None else MoveTokens.apply(o, inverse, source)
+    return tokens.take_back(o)
 
 
 class RowScaleFree(torch.autograd.Function):
     """Returns the mixing matrix unchanged, and its gradient by `without_row_scale`.
 
-    Numerator and denominator must read the same copy in the dtype of the sums, because their gradients may nearly cancel.
+    Numerator and denominator must read the same copy, because their gradients may nearly cancel.
     """
 
     @staticmethod
@@ -94,7 +91,7 @@ class RowScaleFree(torch.autograd.Function):
 
 
 class BlockedAttention(torch.autograd.Function):
-    """Computes `blocked_forward`, with gradients from `blocked_backward` that cannot be differentiated again."""
+    """Computes `blocked_forward`, with gradients by `blocked_backward`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: MHLAOptions) -> Tensor:
@@ -116,10 +113,7 @@ class BlockedAttention(torch.autograd.Function):
 def blocked_forward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: MHLAOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute o = num / den, where num is the sum of weight * v and den that of the weights, for a boolean `normalize`.
-
-    Returns o [B, T, H, V] and den [B, T, H, 1], or num and None if not normalized.
-    """
+    """Compute num [B, T, H, V], the sum of weight * v; with `normalize`, num / den and den [B, T, H, 1], that of weights."""
     work = HeadWork(q, k, v, options)
     o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if options.unrounded else v.dtype)
     den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if options.normalize else None
@@ -147,12 +141,12 @@ class HeadWork:
         self.groups = Heads.groups(q, self.sum_dtype, one_by_one and not torch.compiler.is_compiling())
 
     def split(self, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut q, k, and v of some heads into blocks: [R, M, C, K], [R, N, D, K], and [R, N, D, V] (see top of file)."""
+        """Cut q, k, and v of some heads into blocks, [R, M, C, K], [R, N, D, K], and [R, N, D, V]."""
         return self.query_cut.split(heads.take(q)), self.key_cut.split(heads.take(k)), self.key_cut.split(heads.take(v))
 
 
 def full_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute two sums over all keys: of weight * v, [R, M, C, V], and of weights, [R, M, C] (None unless `with_den`)."""
+    """Sum weight * v over all keys, [R, M, C, V], and `with_den` the weights, [R, M, C] (else None)."""
     num = q @ mix_blocks(m, k.mT @ v)
     den = (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
     return num, den
@@ -164,7 +158,7 @@ def mix_blocks(m: Tensor, summary: Tensor) -> Tensor:
 
 
 def causal_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute the sums of `full_sums` over the keys at and before each query: [R, M, C, V], and [R, M, C] or None."""
+    """Compute what `full_sums` does over the keys at and before each query."""
     rows, count, size, _ = q.shape
     q, k, v = cut_chunks(q), cut_chunks(k), cut_chunks(v)
     weight = chunk_scores(q, k, rows, count).mul_(diagonal_mixing(m)).view(len(q), q.shape[1], -1)
@@ -178,9 +172,9 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> t
 
 
 def cut_chunks(x: Tensor) -> Tensor:
-    """Cut blocks into n chunks of 64 to 128 tokens, or 32 to 63 if no such number divides C: [R * M * n, C / n, K].
+    """Cut blocks of more than 128 tokens into n chunks of 64 to 128 tokens, else of 32 to 63: [R * M * n, C / n, K].
 
-    A block of up to 128 tokens, or of a size without such a divisor, is one chunk.
+    If no such number divides C, n is 1.
     """
     size = x.shape[2]
     divisors = [c for c in (*range(64, 129), *range(63, 31, -1)) if size % c == 0] if size > 128 else []
@@ -188,7 +182,7 @@ def cut_chunks(x: Tensor) -> Tensor:
 
 
 def chunk_scores(q: Tensor, k: Tensor, rows: int, count: int) -> Tensor:
-    """Compute tril(q k^T) within every chunk: q, k [R * M * n, c, K] -> [R, M, n * c * c], with `rows` R and `count` M."""
+    """Compute tril(q k^T) of every chunk, [R * M * n, c, K] -> [R, M, n * c * c], for `rows` R and `count` M."""
     return torch.bmm(q, k.mT).tril_().view(rows, count, -1)
 
 
@@ -198,13 +192,12 @@ def diagonal_mixing(m: Tensor) -> Tensor:
 
 
 def chunk_summaries(k: Tensor, v: Tensor, rows: int, count: int) -> Tensor:
-    """Compute the summary S = k^T v of every chunk (paper eq. 4): [R, M, n, K * V], with `rows` R and `count` M."""
+    """Compute the summary S = k^T v of every chunk (paper eq. 4): [R, M, n, K * V], for `rows` R and `count` M."""
     return torch.bmm(k.mT, v).view(rows, count, -1, k.shape[2] * v.shape[2])
 
 
 def chunk_prefix(summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute what each chunk reads of summaries [R, M, n, X]: earlier blocks mixed by m, plus m_ii times its block's chunks
-    before it.
+    """Compute what each chunk reads of summaries [R, M, n, X]: m_ij of earlier blocks, and m_ii of earlier chunks.
 
     Also returns `running`, the sum over the earlier chunks of the same block; None if n is 1.
     """
@@ -225,7 +218,7 @@ def blocked_backward(
     o_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: Tensor | None, den: Tensor | None,
     options: MHLAOptions,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute the gradients of q, k, v, and mixing from those of the output, and from o and den if normalized."""
+    """Compute the gradients of q, k, v, and mixing; o and den are None if not normalized."""
     work, inputs = HeadWork(q, k, v, options), (q, k, v, mixing)
     compute_grads = causal_grads if options.causal else full_grads
     with torch.autocast(q.device.type, enabled=False):

@@ -44,21 +44,20 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def import_peft(model: Any = None) -> Any:
-    """Return the `peft` module. PEFT gets to know the class and default LoRA targets of `model`, if it is converted."""
+    """Return the `peft` module. If `model` is converted, PEFT gets to know its class and default LoRA targets."""
     with require_extra("an adapter", "peft", "peft"):
         import peft
-    family = family_of(model) if model is not None else None
-    if family is not None:
+    if model is not None and (family := family_of(model)) is not None:
         register_family(family)
     return peft
 
 
 def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
-    """Return a `peft.LoraConfig` that adds LoRA to a converted language model, and trains and saves all MHLA modules.
+    """Return a `peft.LoraConfig` that adds LoRA to a converted language model, and trains and saves its MHLA modules.
 
     Args:
         model: A converted language model; any other is a TypeError.
-        **lora: Arguments of `LoraConfig`. The default of target_modules is PEFT's for the base model.
+        **lora: Arguments of `LoraConfig`. The default of `target_modules` is PEFT's for the base model.
     """
     mhla_layers(model)
     modules_to_save = [*(lora.pop("modules_to_save", None) or ()), "mhla"]
@@ -73,17 +72,17 @@ def save_adapter(
     """Save a conversion without its base: the settings, the MHLA modules, and LoRA if the model has it.
 
     Args:
-        model: A converted language model, whose MHLA modules are saved, or a `PeftModel` of one with all its adapters.
-        folder: Where to write a PEFT adapter and mhla.json. An adapter that is there is replaced, other files are kept. Of
-            several adapters, all but "default" go to subfolders of their names, as in PEFT.
-        base: The softmax original of a converted model that was distilled, or into which LoRA was merged. The changes of
-            its linear layers are then saved as LoRA. Without `base` they are not saved, and merged LoRA is an error.
+        model: A converted language model, or a `PeftModel` of one, whose adapters are saved.
+        folder: Where to write a PEFT adapter and mhla.json. An adapter there is replaced; other files stay. Of several
+            adapters, all but "default" go to subfolders of their names, as in PEFT.
+        base: The softmax original of a model that was distilled, or into which LoRA was merged. The changes of its linear
+            layers are then saved as LoRA. Without `base` they are not saved, and merged LoRA is an error.
         rank: Rank of this LoRA, which keeps the largest singular values of each change; the log says what share that is.
 
     Raises:
         TypeError: `model` is neither a converted model nor a `PeftModel` of one.
-        ValueError: `folder` holds other files or cannot be written, `base` does not fit, LoRA was merged without `base`, or
-            `load_adapter` would refuse the adapter.
+        ValueError: `folder` holds other files or cannot be written, `base` does not fit, LoRA was merged and `base` is
+            None, or `load_adapter` would refuse the adapter.
     """
     peft, untyped_model = import_peft(), cast(Any, model)
     is_peft_model = isinstance(model, peft.PeftModel)
@@ -102,7 +101,7 @@ def save_adapter(
         expected = "a new or empty folder, or an adapter to replace, and not the working folder"
         raise ValueError(f"folder: got {str(folder)!r}, expected {expected}.")
     peft_configs = untyped_model.peft_config if is_peft_model else {}
-    # PiSSA and its like change the base when they begin, and do so again when the adapter is loaded.
+    # PiSSA and its like change the base before training, and again when the adapter is loaded.
     if base is None and not any(isinstance(getattr(x, "init_lora_weights", 0), str) for x in peft_configs.values()):
         _check_not_merged(converted)
     adapters = {
@@ -133,7 +132,7 @@ def save_adapter(
 
 
 def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the configuration and weights of an adapter for a converted model that is no `PeftModel`."""
+    """Return configuration and weights of an adapter of a converted model that is no `PeftModel`."""
     factors: dict[str, Any] = {} if base is None else factorize_changes(model, base, rank)
     name = (model if base is None else base).config.name_or_path or None
     options = {"target_modules": list(factors) or NO_LORA, "modules_to_save": ["mhla"], "base_model_name_or_path": name}
@@ -145,7 +144,7 @@ def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, t
 
 
 def _first_rows(model: Any) -> dict[str, torch.Tensor]:
-    """Copy the first row of each linear layer's weight, but of none that is on the meta device or has merged LoRA."""
+    """Copy the first row of each linear layer's weight that is not on the meta device and has no LoRA merged by PEFT."""
     modules = ((name, module) for name, module in model.named_modules() if not getattr(module, "merged", False))
     layers = ((name, getattr(module, "base_layer", module)) for name, module in modules)
     weights = {name: x.weight for name, x in layers if isinstance(x, torch.nn.Linear)}
@@ -153,7 +152,7 @@ def _first_rows(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _remember_base(model: Any, lora: Any) -> None:
-    """Store in a model the first rows of its weights, which show later whether LoRA was merged, and the rank of its LoRA."""
+    """Store in a model the rank of its LoRA, and the first rows of its weights, which show whether it was merged."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     rank, rows = getattr(base, "rows_before_lora", (0, None))
     ranks = [getattr(lora, "r", 0), *(getattr(lora, "rank_pattern", None) or {}).values()]
@@ -226,36 +225,32 @@ def load_adapter(
     start = f"source: got {str(source)!r}"
     with wrap_errors(f"{start}, expected an adapter that can be read"):
         record: Any = read_json(folder / SETTINGS_FILE)
-        for field in ("base_model_type", "sizes", "mhla"):
-            if field not in record:
-                raise ValueError(f"{SETTINGS_FILE} has no {field!r}")
-        record["sizes"] = dict(record["sizes"])
-        settings = MHLASettings.from_dict(record["mhla"])
+        if missing := [field for field in ("base_model_type", "sizes", "mhla") if field not in record]:
+            raise ValueError(f"{SETTINGS_FILE} has no {missing[0]!r}")
+        sizes, settings = dict(record["sizes"]), MHLASettings.from_dict(record["mhla"])
         lora = peft.PeftConfig.from_pretrained(folder)
         with safe_open(folder / WEIGHTS_FILE, "pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
             saved_with = json.loads((file.metadata() or {}).get("mhla", "{}"))
         for field, value in saved_with.items():
-            if record["mhla"].get(field) != value:
-                got = f"{SETTINGS_FILE} has {field!r} = {record['mhla'].get(field)!r}"
-                raise ValueError(f"{got}, but the weights were saved with {value!r}")
+            if (current := record["mhla"].get(field)) != value:
+                saved = f"but the weights were saved with {value!r}"
+                raise ValueError(f"{SETTINGS_FILE} has {field!r} = {current!r}, {saved}")
     peft_model: Any = model if isinstance(model, peft.PeftModel) else None
     if peft_model is not None and adapter_name in peft_model.peft_config:
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model already has, expected another name.")
     parts = {part for name in weights for part in name.split(".")}  # PEFT puts the adapter's name among them
     if "." in adapter_name or adapter_name in parts:
-        raise ValueError(
-            f"adapter_name: got {adapter_name!r}, expected one without a dot that is no part of a module's name."
-        )
+        expected = "one without a dot that is no part of a module's name"
+        raise ValueError(f"adapter_name: got {adapter_name!r}, expected {expected}.")
     base: Any = model if peft_model is None else peft_model.get_base_model()
     if not hasattr(getattr(base, "config", None), "model_type"):
-        expected = "a language model of transformers or its PeftModel"
-        raise TypeError(f"model: got {type(base).__name__}, expected {expected}.")
+        raise TypeError(f"model: got {type(base).__name__}, expected a language model of transformers or a PeftModel.")
     model_type = getattr(base.config, "base_model_type", base.config.model_type)
     if model_type != record["base_model_type"]:
         expected = f"{record['base_model_type']!r}, the base of {str(source)!r}"
         raise ValueError(f"model: got the model type {model_type!r}, expected {expected}.")
-    for name, size in record["sizes"].items():
+    for name, size in sizes.items():
         if (current := getattr(base.config, name, None)) != size:
             raise ValueError(f"model: got {name} {current}, expected {size}, as the base of {str(source)!r} has.")
     is_converted = getattr(base.config, "mhla", None) is not None
@@ -278,7 +273,7 @@ def load_adapter(
 def _check_weights(
     base: Any, settings: MHLASettings, lora: Any, weights: dict[str, torch.Tensor], adapter_name: str, start: str
 ) -> None:
-    """Raise ValueError unless an adapter has exactly the tensors that PEFT saves for it, and all are finite."""
+    """Raise ValueError unless an adapter has exactly the tensors that PEFT saves for it, all of them finite."""
     peft, lora = import_peft(), copy.deepcopy(lora)
     lora.base_model_name_or_path = None  # PEFT would warn that the copy has another name
     with wrap_errors(f"{start}, expected an adapter that fits {type(base).__name__}"), torch.device("meta"):
@@ -297,7 +292,7 @@ def _check_weights(
 
 
 def _fetch_adapter(source: str | Path, adapter_name: str, revision: str | None) -> Path:
-    """Return the folder of an adapter, downloading it if it is on the Hub. Raise ValueError if a file is missing."""
+    """Return the folder of an adapter, downloaded if it is on the Hub. Raise ValueError if a file is missing."""
     folder = Path(source)
     if not folder.is_dir():  # perhaps a killed save_adapter had just moved it aside
         remove_abandoned(folder.parent, f"{folder.name}.tmp-")

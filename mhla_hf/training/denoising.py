@@ -20,7 +20,7 @@ def make_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a diffusion transformer for latents [B, C, (F,) h, w] at `times` [B] (0 to 1,000).
 
-    The condition "condition" [B, D, (F,) h, w] becomes further channels of the latents, as in models of image to video.
+    "condition" [B, D, (F,) h, w] becomes further channels of the latents, as in models of image to video.
     """
     arguments: dict[str, Any] = dict(conditions)
     if (condition := arguments.pop("condition", None)) is not None:
@@ -41,14 +41,11 @@ def make_arguments(
 
 
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Call a diffusion transformer, and return its first output in fp32.
-
-    Floating-point arguments except `timestep` are cast to the model's dtype; `constants` are passed unchanged.
-    """
+    """Return the first output in fp32. Floats except `timestep` are cast to the model's dtype; `constants` are not."""
     casts = {
-        key: value.to(transformer.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+        key: value.to(transformer.dtype)
         for key, value in arguments.items()
-        if key != "timestep"
+        if key != "timestep" and torch.is_tensor(value) and value.is_floating_point()
     }
     arguments = {**arguments, **casts, **(constants or {})}
     output = transformer(**arguments, return_dict=False)
@@ -58,12 +55,11 @@ def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str,
 
 def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Return the prediction, fp32 in the shape of `noisy`, without the variance that DiT and PixArt also predict."""
-    output = call(transformer, make_arguments(transformer, noisy, times, conditions))
-    return output[:, : noisy.shape[1]]
+    return call(transformer, make_arguments(transformer, noisy, times, conditions))[:, : noisy.shape[1]]
 
 
 class NoiseProcess:
-    """The noise process of a scheduler, flow matching or DDPM. Times are drawn from `times[0] <= time < times[1]`."""
+    """The noise process of a scheduler, flow matching or DDPM. Times that it draws are in `times[0] <= time < times[1]`."""
 
     def __init__(self, scheduler: Any, times: tuple[float, float] = (0.0, math.inf)) -> None:
         config = scheduler.config
@@ -78,15 +74,14 @@ class NoiseProcess:
         elif hasattr(scheduler, "alphas_cumprod"):
             self.alphas_cumprod = scheduler.alphas_cumprod.double().cpu()
         else:
-            name = type(scheduler).__name__
-            raise ValueError(f"scheduler: got {name}, expected one with flow sigmas or alphas_cumprod.")
+            raise ValueError(f"scheduler: got {type(scheduler).__name__}, expected flow sigmas or alphas_cumprod.")
 
     @property
     def is_flow(self) -> bool:
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
-        """Draw a time on the scheduler's scale. Flow matching shifts it toward noise by `shift` (None: the scheduler's)."""
+        """Draw a time on the scheduler's scale; in flow matching, `shift` (None: the scheduler's) moves it to noise."""
         shift = self.shift if shift is None else shift
         is_normal = distribution == "logit-normal"
         draw = torch.randn if is_normal else torch.rand
@@ -106,8 +101,7 @@ class NoiseProcess:
             sigma = time / self.num_times
             return (1 - sigma) * clean + sigma * noise, noise - clean
         alpha = self.alphas_cumprod[int(time)].item()
-        signal_scale = math.sqrt(alpha)
-        noise_scale = math.sqrt(1 - alpha)
+        signal_scale, noise_scale = math.sqrt(alpha), math.sqrt(1 - alpha)
         velocity = signal_scale * noise - noise_scale * clean
         target = {"epsilon": noise, "sample": clean, "v_prediction": velocity}[self.prediction]
         return signal_scale * clean + noise_scale * noise, target
@@ -119,11 +113,10 @@ def sample_latents(
     steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
     on_step: Callable[[torch.Tensor, float], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sample clean latents [B, C, (F,) h, w] as a pipeline does; call `on_step(model_input, time)` before steps."""
+    """Sample clean latents [B, C, (F,) h, w] as a pipeline does; call `on_step(model_input, time)` before each step."""
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)
-    takes_generator = "generator" in inspect.signature(scheduler.step).parameters
-    step_options = {"generator": generators} if takes_generator else {}
+    step_options = {"generator": generators} if "generator" in inspect.signature(scheduler.step).parameters else {}
     latents = noise * getattr(scheduler, "init_noise_sigma", 1.0)
     for time in scheduler.timesteps:
         model_input = latents

@@ -1,9 +1,8 @@
 """`distill`: one training loop, built on Accelerate, for every kind of model.
 
 A run that is killed at any moment resumes bit for bit: the order of the data is a function of (seed, stage, step), the
-learning rate is a function of the step, and everything else (weights, optimizer moments, random generators, sums that are
-not logged yet, the position in a stream) is saved in a state folder, which is written under a temporary name and then
-renamed. The loop waits for the device only when it logs or saves.
+learning rate of the step, and all else (weights, optimizer moments, random generators, sums not yet logged, the position in
+a stream) is saved in a state folder. The loop waits for the device only when it logs or saves.
 """
 
 import functools
@@ -39,26 +38,26 @@ def distill(
 ) -> Student:  # fmt: skip
     """Train a model, by distillation from a teacher or on data alone, and save it to `out`.
 
-    Calling it again with the same arguments resumes an interrupted run, or loads the result of a finished one. If an error
-    is raised during training, the student keeps the weights of the last step. With several processes, all must call it.
+    Called again with the same arguments, it resumes an interrupted run, or loads the result of a finished one. After an
+    error in training, the student keeps the weights of the last step. With several processes, all must call it.
 
     Args:
         student: A causal language model, text encoder or image model of transformers, or a transformer or pipeline of
             diffusers, which is trained in place, in float32.
         teacher: The softmax original, with the same layer names and vocabulary, in any dtype; never changed. Required by
-            losses that compare with it. For diffusion, student or teacher must be a pipeline, because its scheduler is used.
+            losses that compare with it. For diffusion, student or teacher must be a pipeline, for its scheduler.
         out: Folder to create. Until the run is finished, its state is in `<out>.state`.
-        data: Text (see `mhla_hf.data.open_text`), labeled images (see `open_images`) or latents (see `open_latents`); None:
+        data: Text (see `mhla_hf.data.open_text`), labeled images (see `open_images`) or latents (see `open_samples`); None:
             the recipe's. A diffusion model without latents is trained on trajectories that the teacher samples, for prompts
             (a list, or a .txt file with one per line) or, given None, for random classes.
         stages: List of stages, or of dicts with their fields.
-        recipe: Name of a recipe, path of a YAML file, or `Recipe`; pass either this or `stages`.
+        recipe: Name of a recipe, path of a YAML file, or `Recipe`, in place of `stages`.
         seed: Determines the order of the data and every other random choice.
         mixed_precision: "no" (default) or "bf16" (float32 weights and bfloat16 arithmetic).
         save_dtype: Dtype of the saved weights, "float32", "bfloat16" or "float16" (or torch's); None: the student's.
             Mixing matrices are always float32.
         gradient_checkpointing: Whether to recompute the student's layers in the backward pass (default False).
-        save_every: Optimizer steps between states (default 100). States are also saved at the end of a stage and on Ctrl-C.
+        save_every: Optimizer steps between states (default 100). A state is also saved at the end of a stage and on Ctrl-C.
         log_every: Optimizer steps between entries of the history (default 10).
         preview_every: Optimizer steps between images or videos that a diffusion model samples for the first row of the data
             (default 0: none), saved in `out/previews` and shown by trackers.
@@ -97,7 +96,7 @@ def distill(
 
 
 def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Task, RunFolder], Any]) -> Any:
-    """Train two models of a pipeline in turn, so that only one at a time is on the device. The last saves the pipeline."""
+    """Train two models of a pipeline in turn, with only one on the device. The last run saves the pipeline."""
     first, last = parts
     first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
     if (folder.out / RECORD).is_file():
@@ -121,10 +120,10 @@ def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Ta
 def _resolve(
     task: Task, stages: Any, recipe: Any, data: Any, seed: Any, run_arguments: Mapping[str, Any]
 ) -> tuple[tuple[CommonStage, ...], Any, Options]:
-    """Return the checked stages, data and options. Arguments override the recipe, which overrides the defaults."""
+    """Return the checked stages, data and options. Arguments override the recipe, and the recipe the defaults."""
     if (stages is None) == (recipe is None):
-        passed = "neither stages nor" if recipe is None else "stages and"
-        raise ValueError(f"stages: got {passed} a recipe, expected one of the two.")
+        got = "neither stages nor a recipe" if recipe is None else "stages and a recipe"
+        raise ValueError(f"stages: got {got}, expected one of the two.")
     run: dict[str, Any] = {}
     if recipe is not None:
         recipe = read_recipe(recipe)
@@ -137,15 +136,15 @@ def _resolve(
         raise ValueError("data: got None, and none in the recipe, expected a file, a folder or a dataset.")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise ValueError(f"seed: got {seed!r}, expected a whole number from 0 to 4294967295.")
-    passed_arguments = {key: value for key, value in run_arguments.items() if value is not None}
-    return checked_stages, data, read_settings(Options, run | passed_arguments, "")
+    given = {key: value for key, value in run_arguments.items() if value is not None}
+    return checked_stages, data, read_settings(Options, run | given, "")
 
 
 def _train(
     task: Task, folder: RunFolder, stages: Sequence[CommonStage], data: Any, options: Options, seed: int, progress: bool,
     command: str | None,
 ) -> Any:  # fmt: skip
-    """Create an `Accelerator`, open the data, and train. Reset Accelerate's global state, if it was made here."""
+    """Create an `Accelerator`, open the data, and train; then reset Accelerate's global state, if it was made here."""
     with require_extra("distill", "accelerate", "train"):
         import accelerate
     trackers = [str(tracker.value) for tracker in accelerate.tracking.get_available_trackers()]

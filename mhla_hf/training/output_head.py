@@ -1,7 +1,6 @@
-"""Separate the output head of a causal language model from its other layers, to compute a loss in chunks of tokens.
+"""Compute the loss of a causal language model in chunks of tokens, so that only the logits of one chunk exist at a time.
 
-The logits of a batch are often the largest tensor of a training step. Where the head is a linear layer, the loss and its
-gradients are computed here chunk by chunk from the hidden states, and only the logits of one chunk exist at a time.
+For this, the model's other layers run without its output head, which must be a linear layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +13,6 @@ NUM_PROBE_TOKENS = 4
 PROBE_RANGE = 100.0  # probe logits go from -100 to 100, so that a soft cap changes them
 CPU_CHUNK = 1 << 22  # logits per chunk
 GPU_CHUNK = 1 << 25
-
-ChunkLoss = Callable[..., torch.Tensor]
 
 
 class OutputHead(NamedTuple):
@@ -35,7 +32,7 @@ class OutputHead(NamedTuple):
 
 @torch.no_grad()
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
-    """Return a model's output head, or the reason why it cannot be separated. `ids` [B, L] are run with known logits."""
+    """Return a model's output head, or why it cannot be run apart. `ids` [B, L] are run with known logits."""
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
         return f"its output head is a {type(layer).__name__}, not a torch.nn.Linear"
@@ -63,7 +60,7 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
 
 
 def run_without_head(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return a model's output, without usable logits, and the inputs of `head` [B, L, width] or, without one, the logits."""
+    """Return a model's output and the inputs of `head` [B, L, width], without logits; without a head, the logits."""
     if head is None:
         output = model(input_ids=ids, use_cache=False)
         return output, output.logits
@@ -81,14 +78,14 @@ def run_without_head(model: Any, head: OutputHead | None, ids: torch.Tensor) -> 
 class SumInChunks(torch.autograd.Function):
     """Sums of a loss over N tokens, [S], without the logits of all tokens. Only the first sum has a gradient.
 
-    `loss(logits, *rows)` returns the sums over a chunk, [S], from its logits and the same rows of `token_tensors`. The
-    gradients are computed in the forward pass, so that the logits of a chunk can be freed.
+    `loss(logits, *rows)` returns the sums over a chunk from its logits and the same rows of `token_tensors`. Gradients are
+    computed in the forward pass, so that the logits of a chunk can be freed.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
-        loss: ChunkLoss, token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
+        loss: Callable[..., torch.Tensor], token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
         """`hidden` are inputs of the head or, without one, logits. `weight` and `bias` are arguments for autograd."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features

@@ -1,9 +1,8 @@
 """Sample with diffusers pipelines during training: previews of the student, and trajectories of the teacher.
 
 While the teacher's pipeline samples, the arguments of its transformer are recorded, and the student is trained on them. So
-any argument of a pipeline can be training data (images, videos, masks), and what the pipeline makes of it (packed tokens,
-positions, pooled texts) need not be known here. Every trajectory has its own random generator, seeded with (seed, stage,
-number), so it depends neither on the process that samples it nor on where a run was interrupted.
+any argument of a pipeline can be training data (images, videos, masks), whatever the pipeline makes of it. Every trajectory
+has its own generator, seeded with (seed, stage, number), whichever process samples it and wherever a run was interrupted.
 """
 
 import contextlib
@@ -17,14 +16,17 @@ from typing import Any
 import numpy
 import torch
 from PIL.Image import Image
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
+from torch.utils.data import ConcatDataset, StackDataset
 
 from ..checkpoints.fingerprint import hash_json
+from ..checkpoints.load import wrap_errors
 from ..conversion.grid_fit import move
 from ..conversion.model_family import TRANSFORMERS
 from ..data import check_data_path, identify_files, load_split
-from .datasets.latents import Batch, Key, TrajectoryReader, make_generator, read_prompts
+from .datasets.latents import Batch, Key, Latents, TrajectoryReader, make_generator, read_prompts
 from .recipe import DiffusionStage
 from .trainable import HALF_DTYPES
 
@@ -36,7 +38,7 @@ MILLISECONDS_PER_FRAME = 100
 
 @dataclasses.dataclass
 class PipelineArguments:
-    """A dataset whose rows are dicts of a pipeline's arguments, such as prompts and images. `identity` is JSON."""
+    """A dataset whose rows are arguments of a pipeline, such as prompts and images. `identity` is JSON."""
 
     rows: Any
     name: str
@@ -45,8 +47,7 @@ class PipelineArguments:
     def check(self, pipeline: Any, stages: Sequence[DiffusionStage] = ()) -> None:
         """Raise ValueError if the pipeline does not take these arguments or the size of a stage, or requires others."""
         parameters = inspect.signature(type(pipeline).__call__).parameters
-        columns = list(self.rows[0])
-        caller = type(pipeline).__name__
+        columns, caller = list(self.rows[0]), type(pipeline).__name__
         if unknown := [name for name in columns if name not in parameters]:
             raise ValueError(f"data: got {self.name} with {unknown[0]!r}, expected only arguments of {caller}.")
         named = [value for value in parameters.values() if value.kind is not value.VAR_KEYWORD][1:]
@@ -63,29 +64,58 @@ class PipelineArguments:
         return {"kind": "trajectories", "samples": len(self.rows), "source": self.identity}
 
 
-def open_arguments(data: Any) -> PipelineArguments | None:
-    """Return the pipeline arguments in prompts, a list of dicts, or columns of arguments; None if data is of another kind.
+def open_samples(data: Any) -> Latents | PipelineArguments:
+    """Open latents, or arguments with which the teacher's pipeline samples.
 
-    Columns come from a `Dataset`, a Hub id, or a folder of images with a `metadata.jsonl` or `.csv`, where "file_name"
-    becomes the argument `image`, and "last_image_file_name" `last_image`.
+    Args:
+        data: One of
+            - prompts in a list, or in a .txt file, one per line;
+            - a list of dicts of the pipeline's arguments;
+            - a folder of images with a `metadata.jsonl` or `.csv`, where "file_name" becomes the argument `image`, and
+              "last_image_file_name" `last_image`;
+            - a folder of safetensors files, each with `latents` [N, C, (F,) h, w], scaled as the model's input, and
+              `class_labels` [N], or `prompt_embeds` [N, L, D] and optionally `prompt_attention_mask` [N, L]. Models of
+              image to video also need `condition` [N, D, F, h, w], the further channels of their input, and with an image
+              encoder `image_embeds` [N, L, D]; VACE needs `control` [N, D, F, h, w];
+            - a dict of such tensors;
+            - a `datasets.Dataset`, or the id of one on the Hub, "id" or "id:configuration" (split "train"), whose columns
+              are such tensors, `latents` and texts `prompt`, or the pipeline's arguments.
+
+            N is the number of samples, L that of tokens, and D the width of an embedding.
+
+    Raises:
+        ValueError, TypeError, ImportError: The data cannot be opened.
     """
+    if isinstance(data, dict):
+        columns: dict[str, Any] = {key: value.detach() for key, value in data.items()}
+        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in columns.items()}
+        return Latents(StackDataset(**columns), "a dict of tensors", hashes)
     if isinstance(data, (list, tuple)) and data and all(isinstance(row, Mapping) for row in data):
         return PipelineArguments(list(data), "a list of arguments", hash_json([_identify(row) for row in data]))
     if (prompts := read_prompts(data)) is not None:
         return PipelineArguments([{"prompt": prompt} for prompt in prompts], "prompts", hash_json(prompts))
     if isinstance(data, (str, Path)):
         path, name = check_data_path(data), str(data)
-        if not path.exists():
-            rows = load_split(name)
-            return None if "latents" in rows.column_names else PipelineArguments(rows, repr(name), name)
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        if any(file.suffix == ".safetensors" for file in files) or not files:
-            return None
-        rows = load_split(name, "imagefolder", data_dir=str(path), drop_labels=True)
-        return PipelineArguments(rows, repr(name), identify_files(files))
-    if hasattr(data, "column_names") and "latents" not in data.column_names:
-        return PipelineArguments(data, "a dataset", getattr(data, "_fingerprint", None))
-    return None
+        if latent_files := [file for file in files if file.suffix == ".safetensors"]:
+            return Latents(ConcatDataset(list(map(_load_columns, latent_files))), name, identify_files(latent_files))
+        if path.exists() and not files:
+            raise ValueError(f"data: got {name!r}, expected a folder with .safetensors files of latents, or images.")
+        identity: Any = identify_files(files) or name
+        rows = load_split(name, "imagefolder", data_dir=str(path), drop_labels=True) if files else load_split(name)
+    elif hasattr(data, "column_names") and hasattr(data, "__getitem__"):
+        rows, name, identity = data, "a dataset", getattr(data, "_fingerprint", None)
+    else:
+        raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset, prompts, or tensors.")
+    if "latents" in rows.column_names:
+        return Latents(rows, name, identity)
+    return PipelineArguments(rows, repr(name), identity)
+
+
+def _load_columns(file: Path) -> StackDataset:
+    with wrap_errors(f"data: got {str(file)!r}, expected latents that can be read"):
+        tensors: Any = load_file(file)
+        return StackDataset(**tensors)
 
 
 def _identify(value: Any) -> Any:
@@ -102,7 +132,7 @@ def _identify(value: Any) -> Any:
 
 
 class CallReader(TrajectoryReader):
-    """Reads the calls of `sample_calls(row, seed)` for the rows of the data. `constants` are those of the last batch."""
+    """Reads the calls of `sample_calls(row, seed)` for rows of the data. `constants` are those of the last batch."""
 
     def __init__(
         self, sample_calls: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, key: Key,
@@ -117,7 +147,7 @@ class CallReader(TrajectoryReader):
         return tensors
 
     def sample(self, numbers: Sequence[int]) -> list[list[Call]]:
-        """Return calls in random order, but of the same kind in all rows of a batch, so that they can be collated."""
+        """Return calls in random order, but of one kind in all rows of a batch, so that they can be collated."""
         trajectories = []
         for number in numbers:
             row = self.source.rows[self.shuffled(number, len(self.source.rows))]
@@ -131,7 +161,7 @@ class CallReader(TrajectoryReader):
 
 
 def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
-    """Make a batch of calls: its tensors, [R, ...] each, and its constants, the other arguments, which are not split."""
+    """Return the tensors of a batch of calls, [R, ...] each, and its constants, the other arguments."""
     tensors: Batch = {}
     constants: Call = {}
     for name, value in calls[0].items():
@@ -148,11 +178,11 @@ def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
     return tensors, constants
 
 
+@dataclasses.dataclass(eq=False)
 class Constant:
     """A tensor, or a structure of tensors, that has no axis for samples, such as rotary embeddings."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
 def _same_kind(one: Call, other: Call) -> bool:
@@ -160,7 +190,7 @@ def _same_kind(one: Call, other: Call) -> bool:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Return whether a value is a dict of one sample's tensors. A dict of tensors without samples is a `Constant`."""
+    """Return whether a value is a dict of one sample's tensors; one without an axis for samples is a `Constant`."""
     return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
 
 
@@ -200,10 +230,9 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
         for name, value in arguments.items():
             if name == "timestep" and value.numel() == 1:
                 value = value.reshape(1).expand(count)
-            # Image embeddings of Wan have a row for each of a sample's images.
+            # Embeddings need not have `count` rows: Wan's have one for each of a sample's images.
             is_text = name.startswith("encoder_hidden_states") and isinstance(value, torch.Tensor)
-            is_sample = (is_text or _has_rows(value, count)) and name not in SHARED_ARGUMENTS
-            if is_sample:
+            if (is_text or _has_rows(value, count)) and name not in SHARED_ARGUMENTS:
                 if is_text and id(value) not in copies:
                     copies[id(value)] = (value, value.to("cpu", copy=True))
                 parts = (copies[id(value)][1] if is_text else value.to("cpu", copy=True)).chunk(count)
@@ -225,14 +254,11 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
 def sample_calls(
     pipeline: Any, component: str, transformer: Any, stage: DiffusionStage, arguments: Mapping[str, Any], seed: int
 ) -> list[Call]:
-    """Sample with a pipeline, whose component is `transformer`, and return the calls of each sample, on the CPU."""
+    """Sample with a pipeline in which `transformer` is `component`, and return the calls of each sample, on the CPU."""
     device = next(transformer.parameters()).device
     options = make_options(pipeline, device, arguments, stage, seed)
-    with (
-        prepared(pipeline, component, transformer),
-        recorded(transformer) as calls,
-        swapped(pipeline, component, device, stops=component == TRANSFORMERS[0]),
-    ):
+    stops = component == TRANSFORMERS[0]
+    with recorded(transformer) as calls, prepared(pipeline, component, transformer, stops):
         pipeline(**options, output_type="latent")
     if not calls:
         got = f"{stage.sampling_steps} in stage {stage.name!r}"
@@ -252,7 +278,7 @@ def sample_images(
     # A student is trained in fp32, and the other models of its pipeline may be in half precision.
     is_mixed = half is not None and transformer.dtype == torch.float32
     autocast = torch.autocast(device.type, dtype=half) if is_mixed else contextlib.nullcontext()
-    with prepared(pipeline, component, transformer), swapped(pipeline, component, device), autocast:
+    with prepared(pipeline, component, transformer), autocast:
         result = pipeline(**options, output_type="pil")
     return list(result.frames[0] if hasattr(result, "frames") else result.images[:1])
 
@@ -299,38 +325,39 @@ class LastCall(Exception):
 
 
 @contextlib.contextmanager
-def swapped(pipeline: Any, component: str, device: torch.device, stops: bool = False) -> Iterator[None]:
-    """If a pipeline has two transformers (Wan 2.2), keep on the device the one in use, and the other if it is sharded.
+def swapped(pipeline: Any, component: str, device: torch.device, stops: bool) -> Iterator[None]:
+    """Of two transformers (Wan 2.2), keep on the device the one in use, and a sharded one; at the end, `component`.
 
-    At the end, `component` is there. With `stops`, the pipeline ends before it calls the second one.
+    With `stops`, the pipeline ends before it calls the second one.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:
         yield
         return
 
-    def use(module: Any) -> None:
+    def use(module: Any, _args: Any = None) -> None:
         other = first if module is second else second
         if device.type != "cpu" and not any(isinstance(parameter, DTensor) for parameter in other.parameters()):
             other.to("cpu")
         module.to(device)
 
-    def swap(module: Any, _args: Any) -> None:
-        if module is second and stops:
+    def use_or_stop(module: Any, _args: Any) -> None:
+        if stops:
             raise LastCall
         use(module)
 
-    with contextlib.ExitStack() as stack:
-        for module in (first, second):
-            stack.enter_context(module.register_forward_pre_hook(swap))
+    with first.register_forward_pre_hook(use), second.register_forward_pre_hook(use_or_stop):
         with contextlib.suppress(LastCall):
             yield
         use(first if component == TRANSFORMERS[0] else second)
 
 
 @contextlib.contextmanager
-def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
-    """Make a pipeline ready to sample with `transformer`, on its device; at the end, its components are as before."""
+def prepared(pipeline: Any, component: str, transformer: Any, stops: bool = False) -> Iterator[None]:
+    """Make a pipeline ready to sample with `transformer`, on its device; at the end, its components are as before.
+
+    `stops` is as in `swapped`.
+    """
     device = next(transformer.parameters()).device
     # The module may be sharded or trained, so it does not become the component that the pipeline saves.
     components = vars(pipeline)
@@ -345,7 +372,8 @@ def prepared(pipeline: Any, component: str, transformer: Any) -> Iterator[None]:
     try:
         for module in devices:
             module.to(device)
-        yield
+        with swapped(pipeline, component, device, stops):
+            yield
     finally:
         for module, original_device in devices.items():
             module.to(original_device)

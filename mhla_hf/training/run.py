@@ -57,7 +57,7 @@ class Interrupt:
 
 @dataclasses.dataclass
 class Run:
-    """One training run of `distill`. Of `progress`, which is saved, "sums" are over the "since" steps after the last log."""
+    """One training run of `distill`. In `progress`, which is saved, "sums" are over the "since" steps after the last log."""
 
     accelerator: Any
     task: Task
@@ -73,8 +73,8 @@ class Run:
     def __post_init__(self) -> None:
         task = self.task
         self.student, self.teacher = task.student, task.teacher
-        self.is_main = self.accelerator.is_main_process
         self.interrupt = Interrupt()
+        self.is_main = self.accelerator.is_main_process
         self.reports = self.reports and self.is_main
         task.show_bars = self.show_bars = self.reports and (sys.stderr.isatty() or "ipykernel" in sys.modules)
         task.has_weights = self.is_main or not self.accelerator.is_fsdp2
@@ -84,7 +84,7 @@ class Run:
         self.progress: dict[str, Any] = {**counts, "seconds": 0.0, "reader": None, "sums": {}, "history": []}
 
     def execute(self) -> Any:
-        """Train the student in place and save it, or resume the run, or load its result. All processes call this."""
+        """Train the student in place and save it, resume the run, or load its result. All processes call this."""
         from accelerate.utils import broadcast_object_list
 
         dtypes = trainable.get_dtypes(self.student)
@@ -164,7 +164,7 @@ class Run:
                 self.task.set_gradient_checkpointing(False)
 
     def _train_stage(self, number: int, latest: Path | None) -> None:
-        """Train one stage, from its beginning or the saved state `latest`. After Ctrl-C, save a state and stop."""
+        """Train a stage, from its beginning or the saved state `latest`. After Ctrl-C, save a state and stop."""
         stage, accelerator, progress = self.stages[number], self.accelerator, self.progress
         accelerator.free_memory()
         groups = trainable.make_parameter_groups(self.task.student, stage)
@@ -178,7 +178,6 @@ class Run:
         if stage.ema:
             with require_extra("ema", "diffusers", "diffusers"):
                 from diffusers.training_utils import EMAModel
-
             self.average = EMAModel(trained, decay=stage.ema)
         if latest is None:
             progress.update(stage=number, step=0, sums={}, since=0)
@@ -190,7 +189,7 @@ class Run:
         direct_mixings = [x.weight for x in mixings if getattr(x, "form", None) == "direct" and x.weight.requires_grad]
         label = f"{stage.name} ({number + 1}/{len(self.stages)})"
         bar = tqdm(total=stage.steps, initial=progress["step"], desc=label, unit="step", disable=not self.show_bars)
-        units_per_step = self.task.units_per_step(stage)
+        counts = {"step": 1, "total": 1, "since": 1, self.task.unit: self.task.units_per_step(stage)}
         last_time = time.monotonic()
         try:
             while progress["step"] < stage.steps:
@@ -202,7 +201,7 @@ class Run:
                 now = time.monotonic()
                 progress["seconds"] += now - last_time
                 last_time = now
-                for key, count in (("step", 1), ("total", 1), ("since", 1), (self.task.unit, units_per_step)):
+                for key, count in counts.items():
                     progress[key] += count
                 if progress["total"] == FIRST_STEPS:
                     self._report_time_left()
@@ -231,7 +230,7 @@ class Run:
             reader.close()
 
     def _restore(self, latest: Path) -> None:
-        """Load a saved state. Processes that the run did not have then keep their own random state."""
+        """Load a saved state. If the run had another number of processes then, they keep their own random states."""
         from accelerate.utils import load
 
         try:
@@ -249,7 +248,7 @@ class Run:
     def _step(
         self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Run one optimizer step, add its logged quantities to `sums`, and return the norm of the unclipped gradient."""
+        """Run an optimizer step, add its logged quantities to `sums`, and return the norm of the unclipped gradient."""
         accelerator = self.accelerator
         for group in optimizer.param_groups:
             group["lr"] = group["top_lr"] * stage.lr_factor(self.progress["step"])
@@ -259,7 +258,7 @@ class Run:
         weights = tuple(processes * weight for weight in weights)
         micro_batches = list(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True))
         for micro_batch in micro_batches:
-            # Without synchronization FSDP would keep the gradients of all earlier micro-batches unsharded.
+            # Without synchronization, FSDP would keep the gradients of earlier micro-batches unsharded.
             synchronize = micro_batch is micro_batches[-1] or accelerator.is_fsdp2
             with nullcontext() if synchronize else accelerator.no_sync(objective):
                 with accelerator.autocast():
@@ -286,10 +285,7 @@ class Run:
         self._report(f"about {left} left for all {self.total_steps:,} steps{hint}")
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
-        """Add scores and the means of `sums` to the history. Return whether any process was interrupted.
-
-        All processes call this.
-        """
+        """Add scores and means of `sums` to the history; return whether any process was stopped. All call this."""
         progress, unit = self.progress, self.task.unit
         interrupted = torch.tensor(float(self.interrupt.requested), device=self.accelerator.device)
         means = self.accelerator.reduce(torch.stack([*sums.values(), interrupted]), reduction="mean").tolist()
@@ -324,12 +320,12 @@ class Run:
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
         norm = 0.0 if grad_norm is None else float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            numbers = f"the loss is {loss} and the gradient norm {norm}"
+            got = f"{stage.lr}, with which the loss is {loss} and the gradient norm {norm}"
             place = f"at step {self.progress['step']} of stage {stage.name!r}"
-            raise ValueError(f"lr: got {stage.lr}, with which {numbers} {place}, expected a smaller one.")
+            raise ValueError(f"lr: got {got} {place}, expected a smaller one.")
 
     def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
-        """Save a state to resume from; raise ValueError if loss or gradient are not finite. All processes call this."""
+        """Save a state, or raise ValueError if loss or gradient are not finite. All processes call this."""
         from accelerate.utils import broadcast_object_list
 
         progress, accelerator = self.progress, self.accelerator
@@ -380,7 +376,7 @@ class Run:
         return merge_records(earlier, record, unit) if earlier is not None else record
 
     def _describe_identity(self) -> dict[str, Any]:
-        """Return everything that determines the trained weights. An error names the first entry that differs."""
+        """Return all that determines the trained weights, by what an error calls it if it differs (`IDENTITY_NAMES`)."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
         student = identify(self.student, is_student=True)
         if self.task.earlier_student is not None:
@@ -397,7 +393,7 @@ class Run:
         }
 
     def _report(self, text: str) -> None:
-        """Log a message in the main process if INFO is enabled, else print it to stderr if progress is shown."""
+        """In the main process, log a message if INFO is enabled, else print it to stderr if progress is shown."""
         if self.is_main and logger.isEnabledFor(logging.INFO):
             logger.info(text)
         elif self.reports:

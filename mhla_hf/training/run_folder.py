@@ -1,9 +1,8 @@
 """The folders of a training run, which survive a killed process.
 
-During a run, its state is in `<out>.state/`, next to the output folder: states `step-N/`, `runs/` and `previews/`, files
+Until `<out>` is complete, and created by one rename, `<out>.state/` has the states `step-N/`, `runs/` and `previews/`, files
 that are being written (`unfinished/`), a lock, and a marker without which no folder is written to or cleared. In each
-state, `run.json` identifies the run and has a checksum of every file. Another run cannot resume from it: an error names
-what differs. `<out>` is created by one rename when everything in it is complete.
+state, `run.json` identifies the run, so that no other resumes from it, and has a checksum of every file.
 """
 
 import contextlib
@@ -40,8 +39,8 @@ VOLATILE_ENTRIES = {
     "_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "auto_map",
     "_class_name", "_diffusers_version", "_use_default_values",
 }  # fmt: skip
-# Student -> {output folder: hash of the student when that run began}. In a notebook, a run is resumed with the same object,
-# whose weights the run has changed, so they cannot be hashed again.
+# Student -> {output folder: hash of the student when that run began}. In a notebook, a run is resumed with the object that
+# it has trained, so the weights cannot be hashed again.
 INITIAL_HASHES: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
 
 
@@ -71,8 +70,8 @@ class RunFolder:
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
         self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
         latest: Path | Literal["finished"] | None = "finished"
-        if (self.out / RECORD).is_file():
-            earlier = (read_json(self.out / RECORD) or {}).get("fingerprint", {})
+        if (record := read_json(self.out / RECORD)) is not None:
+            earlier = record.get("fingerprint", {})
         else:
             self.check_free()
             latest = self.newest_state()
@@ -94,8 +93,8 @@ class RunFolder:
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
             raise ValueError(f"{start}, which is a file or holds other files, expected a new or empty folder.")
         if self.state.is_dir() and any(self.state.iterdir()) and not (self.state / MARKER).is_file():
-            state = f"whose state would go to {str(self.state)!r}"
-            raise ValueError(f"{start}, {state}, which holds other files, expected another name.")
+            place = f"{str(self.state)!r}, which holds other files"
+            raise ValueError(f"{start}, whose state would go to {place}, expected another name.")
 
     def begin(self) -> None:
         """Create the state folder, lock it against other processes, and remove unfinished files of a killed one."""
@@ -105,8 +104,8 @@ class RunFolder:
             try:
                 self.lock.acquire(blocking=False)
             except Timeout:
-                start = f"out: got {str(self.out)!r}, into which another process is training now"
-                raise ValueError(f"{start}, expected another folder.") from None
+                got = f"{str(self.out)!r}, into which another process is training now"
+                raise ValueError(f"out: got {got}, expected another folder.") from None
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -120,7 +119,7 @@ class RunFolder:
             shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
-        """Return which file of a state is missing or differs from its checksum, or ""."""
+        """Name a file of a state that is missing or differs from its checksum; "" if there is none."""
         checksums = _compute_checksums(state)
         for name, checksum in (read_json(state / IDENTITY) or {})["files"].items():
             if checksums.get(name) != checksum:
@@ -129,7 +128,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Yield an empty folder, which becomes `out` at the end, with what trackers and previews wrote. Clear the state."""
+        """Yield an empty folder, which becomes `out`, with what trackers and previews wrote; then clear the state."""
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             for name in RUN_OUTPUTS:
@@ -157,8 +156,8 @@ class RunFolder:
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or summarize_error(error)
             intact = "; earlier states are intact" if self._list_states() else ""
-            start = f"out: got {str(self.out)!r}, where {content} cannot be written ({reason}{intact})"
-            raise OSError(f"{start}, expected a place with room to write.") from error
+            got = f"{str(self.out)!r}, where {content} cannot be written ({reason}{intact})"
+            raise OSError(f"out: got {got}, expected a place with room to write.") from error
 
     def newest_state(self) -> Path | None:
         return max(self._list_states(), default=None)
@@ -168,7 +167,7 @@ class RunFolder:
 
 
 def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dict[str, Any]:
-    """Merge the records of the two runs that trained the transformers of a pipeline; `unit` is, for example, "samples"."""
+    """Merge the records of the runs that trained the two transformers of a pipeline; `unit` is that of the task."""
     merged = last | {key: first[key] + last[key] for key in ("parameters", "steps", unit, "resumed", "seconds")}
     for key, name in (("stages", "name"), ("history", "stage")):
         merged[key] = [

@@ -1,7 +1,7 @@
 """Training with FSDP2, as `accelerate launch` sets it up.
 
-The caller's student and teacher stay unsharded, on the CPU, and only the main process needs their weights. Every stage
-works on sharded copies; at its end, the student's weights are gathered in the main process.
+Student and teacher stay unsharded on the CPU, with weights in the main process alone. Every stage trains sharded copies, of
+which the student's weights are gathered at the end.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from .trainable import find_mhla_attentions
 
 AVERAGE_FILE = "average.pt"
 AVERAGE_FOLDER = "average"  # with FSDP, where each process writes its shard
-# Modules that are also called from outside of their block and therefore have to be FSDP units of their own: DiT calls the
-# embeddings of its first block a second time.
+# Modules that are FSDP units of their own because they are also called from outside of their block, as DiT calls the
+# embeddings of its first block.
 CALLED_FROM_OUTSIDE = {"CombinedTimestepLabelEmbeddings"}
 
 
@@ -95,7 +95,7 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """With FSDP, replace the models of `task` by copies: a sharded teacher, and a student that Accelerate will shard."""
+    """With FSDP, put copies into `task`: a sharded teacher, and a student that Accelerate will shard."""
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
         if needs_teacher:
@@ -106,14 +106,13 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
         if needs_teacher:
             from accelerate.utils import fsdp2_prepare_model
 
-            root = _Root(_copy_model(teacher, accelerator.is_main_process, frozen=True)).eval()
+            root: Any = _Root(_copy_model(teacher, accelerator.is_main_process, frozen=True)).eval()
             attach_wrapping_hints(accelerator, root, root.model, student)
             accelerator.state.fsdp_plugin.set_auto_wrap_policy(root)
             fsdp2_prepare_model(accelerator, root)
-            sharded_root: Any = root
-            sharded_root.set_reshard_after_forward(True)
+            root.set_reshard_after_forward(True)
             # Parameters that belong to no unit stay gathered, because any part of the model may be called.
-            sharded_root.set_reshard_after_forward(False, recurse=False)
+            root.set_reshard_after_forward(False, recurse=False)
             root()
             task.teacher = root.model
         task.student = _copy_model(student, accelerator.is_main_process)
@@ -123,7 +122,7 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Tell Accelerate which modules of `root` are sharded as units: blocks, and attentions that "transfer" calls alone."""
+    """Tell Accelerate which modules of `root` are FSDP units: blocks, and attentions, which "transfer" calls alone."""
     modules = dict(model.named_modules())
     attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
     block_classes = set(getattr(model, "_no_split_modules", None) or ())
@@ -138,8 +137,7 @@ def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, s
 @torch.no_grad()
 def gather_weights(accelerator: Any, root: nn.Module, student: nn.Module) -> None:
     """Copy the sharded student's weights from `root` into the main process's `student`. All processes call this."""
-    state_dict = accelerator.get_state_dict(root)
-    for name, value in state_dict.items():
+    for name, value in accelerator.get_state_dict(root).items():
         student.get_parameter(name.removeprefix("student.")).copy_(value)
 
 
@@ -151,11 +149,11 @@ class _Root(nn.Module):
         self.model = model
 
     def forward(self) -> None:
-        """Do nothing. FSDP's hooks around this call gather the parameters that belong to no unit."""
+        """Have FSDP's hooks gather the parameters that belong to no unit."""
 
 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
-    """Return a copy to be sharded, with weights in the main process alone, and without persistent buffers."""
+    """Copy a model for FSDP, with weights in the main process alone, and without persistent buffers."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         data = parameter.detach() if is_main else torch.empty_like(parameter, device="cpu")

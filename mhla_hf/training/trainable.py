@@ -1,8 +1,7 @@
 """Select the parameters that a training stage trains, with their learning rates and dtypes, and check the models.
 
-MHLA layers are found by the names of their modules, not by class, so that models whose code came from the Hub can be
-trained too. Parameters that were frozen before the run stay frozen in every stage. Plain linear attention, the baseline,
-relies on this: it is MHLA with a uniform, frozen mixing matrix.
+MHLA layers are found by the names of their modules, so that models whose code came from the Hub can be trained, too. What
+was frozen before the run stays frozen, as the uniform mixing of plain linear attention, the baseline, must.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ def find_mhla_attentions(model: nn.Module) -> list[str]:
 
 
 def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
-    """Raise ValueError if weights are quantized, or a stage has no MHLA layer or no parameter to train."""
+    """Raise ValueError if weights are quantized, or if a stage finds no MHLA layer or no parameter to train."""
     attentions = find_mhla_attentions(student)
     parameters = dict(student.named_parameters())
     for name, parameter in parameters.items():
@@ -46,8 +45,8 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequenc
     if not teacher_stages:
         return
     if teacher is None:
-        stage = teacher_stages[0]
-        raise ValueError(f"teacher: got None, expected a model for the loss {stage.loss!r} of stage {stage.name!r}.")
+        first = teacher_stages[0]
+        raise ValueError(f"teacher: got None, expected a model for the loss {first.loss!r} of stage {first.name!r}.")
     student_storages = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
     for name, parameter in teacher.named_parameters():
         if parameter.untyped_storage().data_ptr() in student_storages:
@@ -70,14 +69,13 @@ def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the dtypes in which parameters and buffers are saved: `dtype` or their own, or fp32 if the class says so."""
-    cls = type(model)  # an instance may have an attribute from before the conversion
-    kept = "_keep_in_fp32_modules"
-    fp32_modules = getattr(cls, f"{kept}_strict", None) if hasattr(cls, f"{kept}_strict") else getattr(cls, kept, None)
+    cls: Any = type(model)  # an instance may have an attribute from before the conversion
+    kept = getattr(cls, "_keep_in_fp32_modules_strict", getattr(cls, "_keep_in_fp32_modules", None)) or ()
     dtypes = get_dtypes(model)
     for name, _ in model.named_parameters():
         saved = dtype or dtypes[name]
-        stays_fp32 = bool(set(fp32_modules or ()) & set(name.split(".")))
-        dtypes[name] = torch.float32 if saved in HALF_DTYPES and stays_fp32 else saved
+        stays_fp32 = saved in HALF_DTYPES and not set(kept).isdisjoint(name.split("."))
+        dtypes[name] = torch.float32 if stays_fp32 else saved
     return dtypes
 
 
@@ -85,10 +83,8 @@ def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights
     """Convert parameters and buffers in place, and drop gradients. Without `keep_weights`, parameters are uninitialized."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, value.dtype)
-        if keep_weights or not isinstance(value, nn.Parameter):
-            value.data = value.data.to(dtype)
-        else:
-            value.data = torch.empty_like(value.data, dtype=dtype)
+        is_kept = keep_weights or not isinstance(value, nn.Parameter)
+        value.data = value.data.to(dtype) if is_kept else torch.empty_like(value.data, dtype=dtype)
         value.grad = None
 
 
@@ -97,7 +93,7 @@ def _is_trained(name: str, attentions: Sequence[str], stage: CommonStage, allowe
     trainable: str = stage.trainable
     if trainable in ("mhla", "lora"):
         return allowed and (".mhla." in name or (trainable == "lora" and ".lora_" in name))
-    return allowed and (trainable == "all" or any(name.startswith(f"{attention}.") for attention in attentions))
+    return allowed and (trainable == "all" or name.startswith(tuple(f"{attention}." for attention in attentions)))
 
 
 def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Parameter, bool]) -> None:
@@ -109,29 +105,24 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
 
 def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
     """Return the bytes of the largest state of any stage: fp32 weights, and AdamW's two moments of the trained ones."""
-    attentions = find_mhla_attentions(student)
+    attentions, parameters = find_mhla_attentions(student), list(student.named_parameters())
 
-    def count_bytes(stage: CommonStage, name: str, parameter: nn.Parameter) -> int:
-        is_trained = _is_trained(name, attentions, stage, parameter.requires_grad)
-        return parameter.numel() * (12 if is_trained else 4)
+    def count_trained(stage: CommonStage) -> int:
+        return sum(x.numel() for name, x in parameters if _is_trained(name, attentions, stage, x.requires_grad))
 
-    return max(sum(count_bytes(stage, name, x) for name, x in student.named_parameters()) for stage in stages)
+    return 4 * sum(x.numel() for _, x in parameters) + 8 * max(map(count_trained, stages))
 
 
 def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups. `top_lr` is their peak learning rate, from which each step sets `lr`."""
     lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in student.named_parameters():
         if parameter.requires_grad:
             is_mhla = ".mhla." in name
-            groups.setdefault((is_mhla, parameter.ndim > 1 and not is_mhla), []).append(parameter)
+            top_lr = lr_mhla if is_mhla else stage.lr
+            groups.setdefault((top_lr, is_mhla, parameter.ndim > 1 and not is_mhla), []).append(parameter)
     return [
-        {
-            "params": values,
-            "lr": 0.0,
-            "top_lr": lr_mhla if mhla else stage.lr,
-            "weight_decay": stage.weight_decay * decays,
-        }
-        for (mhla, decays), values in groups.items()
+        {"params": values, "lr": 0.0, "top_lr": top_lr, "weight_decay": stage.weight_decay * decays}
+        for (top_lr, _, decays), values in groups.items()
     ]

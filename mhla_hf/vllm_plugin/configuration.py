@@ -14,8 +14,10 @@ from ..models.transformers_api import class_names, config_class_of
 
 LOG = logging.getLogger("vllm.mhla_hf")
 OPERATOR = "vllm::mhla_attention"
-# Rotations whose angles depend on the length of the batch, not on the position alone.
+# Rotary embeddings whose angles depend on the length of the batch, too, not on the position alone.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# Fields of the configurations of models with experts, as vLLM looks for them.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class MHLAServingConfig(VerifyAndUpdateConfig):
@@ -23,58 +25,45 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Check the settings, and mark MHLA layers as linear where the configuration has a list of layer types.
-
-        Without the mark, vLLM takes a model whose layers all have full attention for one without states.
-        """
+        """Check the settings, and mark MHLA layers as linear: vLLM expects no states of a model with full attention."""
         config = model_config.hf_config
         check_settings(config.mhla, config)
         if getattr(config, "layer_types", None) is not None:
-            linear = set(config.mhla["layers"])
-            config.layer_types = [
-                "linear_attention" if index in linear else kind for index, kind in enumerate(config.layer_types)
-            ]
+            layers = config.mhla["layers"]
+            types = enumerate(config.layer_types)
+            config.layer_types = ["linear_attention" if index in layers else kind for index, kind in types]
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Turn prefix caching off, and refuse what the plugin does not support."""
-        parallel = vllm_config.parallel_config
+        parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, name) > 1:
-                raise ValueError(f"{name}: got {getattr(parallel, name)} for a model with MHLA layers, expected 1.")
+                raise ValueError(f"{name}: got {getattr(parallel, name)} with MHLA layers, expected 1.")
         check_tensor_parallel(parallel.tensor_parallel_size, vllm_config.model_config.hf_config)
         if vllm_config.lora_config is not None:
-            raise ValueError(
-                "enable_lora: got True for a model with MHLA layers, expected False: merge the adapter into the weights."
-            )
+            raise ValueError("enable_lora: got True with MHLA layers, expected False and a merged adapter.")
         for name in ("speculative_config", "kv_transfer_config"):
             if getattr(vllm_config, name) is not None:
-                raise ValueError(f"{name}: got a value for a model with MHLA layers, expected None.")
-        cache = vllm_config.cache_config
+                raise ValueError(f"{name}: got a value with MHLA layers, expected None.")
         if cache.cache_dtype != "auto":
-            raise ValueError(
-                f"kv_cache_dtype: got {cache.cache_dtype!r} for a model with MHLA layers, expected 'auto'."
-            )
+            raise ValueError(f"kv_cache_dtype: got {cache.cache_dtype!r} with MHLA layers, expected 'auto'.")
         if cache.enable_prefix_caching:
             LOG.warning("Prefix caching is off: the state of MHLA layers cannot be shared between requests.")
             cache.enable_prefix_caching = False
 
 
 def check_settings(settings: dict[str, Any], config: Any) -> None:
-    """Raise ValueError if a converted model has MHLA settings (`config.mhla`) that the plugin cannot serve."""
+    """Raise ValueError if the plugin cannot serve a converted model with these settings, its `config.mhla`."""
     if settings["mixing_form"] != "decay":
-        raise ValueError(
-            f"mixing_form: got {settings['mixing_form']!r}, expected 'decay': the state of a mixing matrix grows."
-        )
+        raise ValueError(f"mixing_form: got {settings['mixing_form']!r}, expected 'decay', whose state does not grow.")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
     if settings["rope"] == "near" and not settings.get("salient"):  # rotations are undone
         parameters = getattr(config, "rope_parameters", None) or {}
         for part in (parameters, *parameters.values()):
-            if isinstance(part, dict) and part.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-                raise ValueError(
-                    f"rope_type: got {part['rope_type']!r}, expected one that does not depend on the length."
-                )
+            if isinstance(part, dict) and (rope := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
+                raise ValueError(f"rope_type: got {rope!r}, expected one that does not depend on the length.")
 
 
 def check_tensor_parallel(size: int, config: Any) -> None:
@@ -83,15 +72,13 @@ def check_tensor_parallel(size: int, config: Any) -> None:
         return
     if config.mhla.get("softmax_heads"):
         raise ValueError(f"tensor_parallel_size: got {size} for layers that keep some softmax heads, expected 1.")
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if num_kv_heads % size:
-        raise ValueError(
-            f"tensor_parallel_size: got {size}, expected a divisor of the {num_kv_heads} KV heads of MHLA."
-        )
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if num_heads % size:
+        raise ValueError(f"tensor_parallel_size: got {size}, expected a divisor of the {num_heads} KV heads of MHLA.")
 
 
 def register_models() -> None:
-    """Register every family of converted language models of this release of transformers."""
+    """Register every family of converted language models that this release of transformers has."""
     if OPERATOR not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append(OPERATOR)
     for family in LANGUAGE:
@@ -99,15 +86,9 @@ def register_models() -> None:
             continue
         config_class = derived_config_class(family)
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        has_experts = any(hasattr(config_class, name) for name in EXPERT_COUNTS)
+        kind = "MHLAMoEForCausalLM" if has_experts else "MHLAForCausalLM"
         for name in class_names(family):
             if name.endswith(("ForCausalLM", "LMHeadModel")):
-                architecture = f"MHLA{name}"
-                kind = "MHLAMoEForCausalLM" if has_experts(config_class) else "MHLAForCausalLM"
-                ModelRegistry.register_model(architecture, f"mhla_hf.vllm_plugin.model:{kind}")
-                MODELS_CONFIG_MAP[architecture] = MHLAServingConfig
-
-
-def has_experts(config_class: Any) -> bool:
-    """Return whether models of a configuration class have experts, by the names that vLLM looks for."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(hasattr(config_class, name) for name in names)
+                ModelRegistry.register_model(f"MHLA{name}", f"mhla_hf.vllm_plugin.model:{kind}")
+                MODELS_CONFIG_MAP[f"MHLA{name}"] = MHLAServingConfig

@@ -27,14 +27,10 @@ OPERATOR = "mhla_attention"
 
 
 class StatePage(MambaBase):
-    """The state of some KV heads of a layer, for which vLLM allocates pages.
-
-    vLLM computes the padding of a whole layer; `pages_per_layer`, the pages of a layer without softmax heads, divides it.
-    """
+    """The state of some KV heads of a layer, for which vLLM allocates pages."""
 
     def __init__(self, layout: PageLayout, pages_per_layer: int):
-        self.layout = layout
-        self.pages_per_layer = pages_per_layer
+        self.layout, self.pages_per_layer = layout, pages_per_layer
         self.kv_cache: tuple[torch.Tensor, ...] = ()
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -49,24 +45,18 @@ class StatePage(MambaBase):
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
-        """vLLM's backend of linear attention, whose metadata tell the tokens and the page of each request."""
+        """vLLM's backend of linear attention, whose metadata name the tokens and the page of each request."""
         return MambaAttentionBackendEnum.LINEAR
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """Return vLLM's specification; its padded size is that of a whole layer, so it is divided by `pages_per_layer`."""
+        """Return vLLM's specification, whose padded size, that of all heads of a layer, is shared among its pages."""
         spec: Any = super().get_kv_cache_spec(vllm_config)
-        if spec.page_size_padded is None:
-            return spec
-        return replace(spec, page_size_padded=spec.page_size_padded // self.pages_per_layer)
+        padded = spec.page_size_padded
+        return spec if padded is None else replace(spec, page_size_padded=padded // self.pages_per_layer)
 
 
 class PagedCore:
-    """Mixin for cores whose states are in vLLM's pages.
-
-    Its `table` is the `RotationTable` of the model, or its `without_rotation` in a layer without one. `attention` is what
-    `make_attention` returned, None before the first batch and after weights were loaded; `memory` are the first layer's
-    pages for which it was made.
-    """
+    """Mixin for cores whose states are in vLLM's pages."""
 
     settings: MHLASettings
     options: WindowedOptions
@@ -75,15 +65,14 @@ class PagedCore:
     value_dim: int
     name: str
     page_names: list[str]
-    table: Any
+    table: Any  # the model's `RotationTable`, or its `without_rotation` in a layer without a rotary embedding
     make_attention: Callable[[PagePool], PagedAttention | PagedSalientAttention]
-    attention: PagedAttention | PagedSalientAttention | None = None
-    memory: torch.Tensor | None = None
+    attention: PagedAttention | PagedSalientAttention | None = None  # until the first batch with these weights
+    memory: torch.Tensor | None = None  # the pages for which `attention` was made
 
     def install(self, name: str, heads_per_page: int, table: RotationTable, vllm_config: VllmConfig) -> None:
-        """Declare the pages of the MHLA heads to vLLM. Must be called when `heads` and `options` are final."""
-        self.name = name
-        self.table = table
+        """Declare the pages of the MHLA heads to vLLM, once `heads` and `options` are final."""
+        self.name, self.table = name, table
         layout = PageLayout.of(self.settings, heads_per_page, self.value_dim, vllm_config.model_config.dtype)
         num_heads = self.num_kv_heads if self.heads is None else self.heads.counts[False]
         self.page_names = [f"{name}.state_{index}" for index in range(num_heads // heads_per_page)]
@@ -93,14 +82,14 @@ class PagedCore:
             context[page_name] = StatePage(layout, self.num_kv_heads // heads_per_page)
 
     def attend(self, tokens: NewTokens) -> torch.Tensor:
-        """Attend to all tokens of vLLM's batch, tensors [1, T, ..] -> [1, T, H, V] in at least fp32."""
+        """Attend by all tokens of vLLM's batch: tensors [1, T, ...] -> [1, T, H, V] in at least fp32."""
         q, v = tokens.q, tokens.v
         o = v.new_empty(*q.shape[:3], v.shape[-1], dtype=torch.promote_types(v.dtype, torch.float32))
         torch.ops.vllm.mhla_attention(*(x[0].contiguous() for x in tokens), o[0], self.name)
         return o
 
     def attach(self, pages: list[StatePage]) -> PagedAttention | PagedSalientAttention:
-        """Return the attention over the pages that vLLM has allocated, made at first use and when pages are new."""
+        """Return the attention over the pages that vLLM has allocated; it is made anew when they change."""
         views = [page.kv_cache[0] for page in pages]
         if self.attention is not None and views[0] is self.memory:
             return self.attention
@@ -110,17 +99,13 @@ class PagedCore:
         return self.attention
 
     def attend_batch(self, tokens: NewTokens, o: torch.Tensor) -> None:
-        """Attend by vLLM's current batch into `o` [T, H, V] in place; only the first tokens belong to requests.
-
-        Requests with one new token come first, then the other ones.
-        """
+        """Write the output of vLLM's current batch into `o` [T, H, V]. Requests with one new token come first."""
         context = get_forward_context()
         metadata: Any = context.attn_metadata
         if tokens.cos_sin.shape[-1] == 0:
             self.table = self.table.without_rotation
         self.table.allocate(tokens.cos_sin)
-        if metadata is None:
-            # vLLM measures memory.
+        if metadata is None:  # vLLM measures memory
             o.zero_()
             return
         attention: Any = self.attach([context.no_compile_layers[name] for name in self.page_names])
@@ -134,7 +119,7 @@ class PagedCore:
             o[span] = attention.prefill(tokens.part(span), pages[row : row + 1], start)
 
     def plan_batch(self, attention: Any, metadata: Any, tokens: NewTokens) -> "BatchPlan":
-        """Plan vLLM's current batch, whose rotations are written into the table. Done by the first layer for all layers."""
+        """Plan vLLM's current batch, and write its rotations into the table. The first layer does so for all layers."""
         if self.table.plan is not None and self.table.plan.metadata is metadata:
             return self.table.plan
         batch: LinearAttentionMetadata = metadata[self.page_names[0]]
@@ -159,29 +144,17 @@ class PagedMHLA(PagedCore, DecayMHLA):
     """A `DecayMHLA` whose states are in vLLM's pages."""
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        hidden_states: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        cache: Any = None,
-        scale: float | None = None,
-        cos_sin: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend to all tokens of vLLM's batch: q [1, T, H, D], k [1, T, G, D], v [1, T, G, V] -> [1, T, H, V] in v's dtype.
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, hidden_states: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None, **unused: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attend by all tokens of vLLM's batch; arguments [1, T, ...] as in `DecayMHLA.forward`.
 
-        `hidden_states` [1, T, hidden_size] are for the gate, `cos_sin` [1, T, 1, A] as in `DecayMHLA.forward`. The other
-        arguments are None, since vLLM has neither padding nor caches of transformers; `options` has the scale.
+        The unused ones are None: vLLM has neither padding nor caches of transformers, and `options` has the scale.
         """
         q, k = q.to(v.dtype), k.to(v.dtype)
         cos_sin = q.new_zeros(1, q.shape[1], 1, 0) if cos_sin is None else cos_sin.to(q.dtype)
         q_features = self.q_map(self.unrotate(q, cos_sin), self.heads)
-        if not self.settings.windowed:
-            # The near part is linear, too, and reads features.
+        if not self.settings.windowed:  # the near part is linear, too, and reads features
             q, k = q_features, self.map_keys(k, cos_sin)
         return self.finish_output(self.attend(NewTokens(q, k, v, q_features, cos_sin)), hidden_states, v.dtype)
 
@@ -204,53 +177,32 @@ class PagedSalient(PagedCore, SalientCore):
 
 
 class BatchPlan(NamedTuple):
-    """A batch: `num_decodes` requests with one new token, then others, each with its tokens and their first position.
+    """What the layers of a model share of a batch."""
 
-    `metadata` is the object by which vLLM describes the batch, `decode` what `PagedAttention.plan` returned for the former.
-    """
-
-    metadata: Any
-    num_decodes: int
-    decode: Any
-    prefills: list[tuple[slice, int]]
+    metadata: Any  # the object by which vLLM describes the batch
+    num_decodes: int  # requests with one new token, which come first
+    decode: Any  # what `PagedAttention.plan` returned for them
+    prefills: list[tuple[slice, int]]  # of each other request, its tokens and their first position
 
 
 def mhla_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    cos_sin: torch.Tensor,
-    o: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_features: torch.Tensor, cos_sin: torch.Tensor, o: torch.Tensor,
     name: str,
-) -> None:
+) -> None:  # fmt: skip
     """Custom operator, opaque to torch.compile; see `PagedCore.attend_batch`."""
     get_forward_context().no_compile_layers[name].attend_batch(NewTokens(q, k, v, q_features, cos_sin), o)
 
 
-def mhla_attention_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_features: torch.Tensor,
-    cos_sin: torch.Tensor,
-    o: torch.Tensor,
-    name: str,
-) -> None:
-    """Take the place of `mhla_attention` in tracing."""
-
-
-direct_register_custom_op(OPERATOR, mhla_attention, mutates_args=["o"], fake_impl=mhla_attention_fake)
+direct_register_custom_op(OPERATOR, mhla_attention, mutates_args=["o"], fake_impl=lambda *_: None)
 
 
 def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """View the memory that all layers share as rows, so that a page is the beginning of a row.
+    """View the memory that layers share, whose pages are int8 [blocks, 1, 1, bytes] each, as rows that begin with a page.
 
-    From the pages of each layer, int8 [blocks, 1, 1, bytes], return the memory, int8 [rows, bytes of a row]; the row of
-    each layer's block 0, int64 [layers]; and the number of rows from one block of a layer to its next, int64 [layers].
+    Return the memory, int8 [rows, bytes of a row]; the row of each layer's block 0, int64 [layers]; and the number of rows
+    from one block of a layer to its next, int64 [layers].
     """
-    starts = [view.storage_offset() for view in views]
-    steps = [view.stride(0) for view in views]
+    starts, steps = [view.storage_offset() for view in views], [view.stride(0) for view in views]
     row, page = gcd(*starts, *steps), views[0].shape[-1]
     if row < page:
         raise ValueError(f"kv_cache: got pages of {page} bytes at multiples of {row} bytes, expected room for a page.")
@@ -262,10 +214,7 @@ def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 class PagedSoftmax(nn.Module):
-    """Softmax attention of some KV heads of a layer, as one vLLM `Attention` per page of `heads_per_page` KV heads.
-
-    `options` are further arguments of `Attention`.
-    """
+    """Softmax attention of some KV heads of a layer, as one vLLM `Attention` per page of `heads_per_page` KV heads."""
 
     def __init__(self, name: str, num_kv_heads: int, heads_per_page: int, queries_per_kv: int, **options: Any):
         super().__init__()
@@ -281,8 +230,7 @@ class PagedSoftmax(nn.Module):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend by all tokens of vLLM's batch: query [T, H, D], key [T, G, D], value [T, G, D] -> [T, H, D]."""
-        count = len(self.parts)
-        parts = zip(*(x.chunk(count, 1) for x in (query, key, value)), strict=True)
+        parts = zip(*(x.chunk(len(self.parts), 1) for x in (query, key, value)), strict=True)
         outputs = [part(*(x.flatten(1) for x in tensors)) for part, tensors in zip(self.parts, parts, strict=True)]
         return torch.cat(outputs, -1).view_as(query)
 

@@ -27,15 +27,15 @@ ADDED_KEYS = ("mhla", "mhla_measured", *FOREIGN_ENTRIES, "auto_map", "model_type
 
 
 class MHLAServing:
-    """Mixin that puts MHLA into a model of vLLM's Transformers backend; must come first among the bases of a class."""
+    """Mixin that puts MHLA into a model of vLLM's Transformers backend; must be the first base of a class."""
 
-    # vLLM asks for these attributes of its `HasInnerState` and `IsHybrid`, which are protocols and would break `__init__`.
+    # What vLLM's protocols `HasInnerState` and `IsHybrid` demand; inheriting from a protocol would break `__init__`.
     has_inner_state = True
     is_hybrid = True
 
     @cached_property
     def _from_config_kwargs(self: Any) -> dict[str, Any]:
-        """Arguments with which the backend makes the model of transformers; the config is that of the base, without MHLA."""
+        """The backend's arguments for making the model of transformers, with the base's configuration, without MHLA."""
         options: dict[str, Any] = super()._from_config_kwargs  # type: ignore[misc]
         config = base_config(self.config)
         set_attention_function(config, self.text_config._attn_implementation)
@@ -43,7 +43,7 @@ class MHLAServing:
         return {**options, "config": config}
 
     def _create_attention_instances(self: Any, prefix: str = "") -> None:
-        """Create the attention of every layer as the backend does, then replace it in layers that have MHLA heads."""
+        """Create vLLM's attention as the backend does, then replace it in layers that have MHLA heads."""
         super()._create_attention_instances(prefix)  # type: ignore[misc]
         config = self._from_config_kwargs["config"]
         settings = MHLASettings.from_dict(self.config.mhla)
@@ -53,17 +53,17 @@ class MHLAServing:
         table = RotationTable(self.model_config.max_model_len)
         for index, (attention_name, fuser) in self.attention_fusers.items():
             attention = self.get_submodule(attention_name)
-            scale = fuser.scale(attention) or attention.attn.head_size**-0.5
+            base = attention.attn
+            scale = fuser.scale(attention) or base.head_size**-0.5
             options = {
-                "head_size": attention.attn.head_size,
+                "head_size": base.head_size,
                 "scale": scale,
                 "cache_config": self.cache_config,
                 "quant_config": self.quant_config,
                 "logits_soft_cap": getattr(config, "attn_logit_softcapping", None),
             }
-            context = self.compilation_config.static_forward_context
-            name = attention.attn.layer_name
-            queries_per_kv = attention.attn.num_heads // attention.attn.num_kv_heads
+            context, name = self.compilation_config.static_forward_context, base.layer_name
+            queries_per_kv = base.num_heads // base.num_kv_heads
             if index in settings.layers:
                 del context[name], attention.attn
                 sizes = {"num_heads": num_kv_heads * queries_per_kv, "num_kv_heads": num_kv_heads}
@@ -79,13 +79,13 @@ class MHLAServing:
                 if kept:
                     attention.softmax_heads = PagedSoftmax(name, len(kept), heads_per_page, queries_per_kv, **options)
             elif num_kv_heads > heads_per_page:
-                if attention.attn.sliding_window is not None:
-                    options["per_layer_sliding_window"] = attention.attn.sliding_window
+                if base.sliding_window is not None:
+                    options["per_layer_sliding_window"] = base.sliding_window
                 del context[name]
                 attention.attn = SplitSoftmax(name, num_kv_heads, heads_per_page, queries_per_kv, **options)
 
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load weights as the backend does. MHLA layers read their mixing anew afterwards."""
+        """Load weights as the backend does, and have MHLA layers read their mixing anew."""
         loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
         for module in self.modules():
             if isinstance(module, PagedCore):
@@ -94,12 +94,11 @@ class MHLAServing:
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the state of one layer with all of its KV heads, by which vLLM chooses the size of pages."""
+        """Return the shapes of the state of all KV heads of a layer, by which vLLM chooses the size of pages."""
         return layer_layout(vllm_config).shapes
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the state of a layer."""
         return layer_layout(vllm_config).dtypes
 
 
@@ -112,20 +111,17 @@ class MHLAMoEForCausalLM(MHLAServing, TransformersMoEForCausalLM):
 
 
 def base_config(config: Any) -> Any:
-    """Return the configuration of the base of a converted model, in which MHLA layers have the type "linear_attention"."""
+    """Return the base's configuration, with the original type of the layers that are marked as linear in `config`."""
     values = {name: value for name, value in config.to_dict().items() if name not in ADDED_KEYS}
-    if values.get("layer_types") is not None:
-        # Only layers of full attention are converted.
-        linear = set(config.mhla["layers"])
-        values["layer_types"] = [
-            "full_attention" if index in linear else kind for index, kind in enumerate(values["layer_types"])
-        ]
+    if values.get("layer_types") is not None:  # only layers of full attention are converted
+        layers, types = config.mhla["layers"], enumerate(values["layer_types"])
+        values["layer_types"] = ["full_attention" if index in layers else kind for index, kind in types]
     base: Any = type(config).__bases__[1]
     return base.from_dict(values)
 
 
 def split_weights(core: PagedMHLA) -> None:
-    """Let each tensor-parallel process load its heads' slice, along axis 0, of parameters per head and of the gate."""
+    """Have each tensor-parallel process load its heads' slice, along axis 0, of the gate and of parameters per head."""
     for module in core.modules():
         if getattr(module, "by_head", False) or isinstance(module, OutputGate):
             for parameter in module.parameters():
@@ -133,7 +129,7 @@ def split_weights(core: PagedMHLA) -> None:
 
 
 def put_mhla(attention: Any, core: Any, settings: MHLASettings, kept: list[int]) -> None:
-    """Turn an attention module, whose forward may be rewritten, into MHLA in place; the KV heads `kept` keep softmax."""
+    """Turn an attention module, whose `forward` vLLM may have rewritten, into MHLA; the KV heads `kept` keep softmax."""
     base = type(attention)
     rewritten = attention.__dict__.pop("forward", None)
     if rewritten is not None:
@@ -146,7 +142,7 @@ def put_mhla(attention: Any, core: Any, settings: MHLASettings, kept: list[int])
 
 
 def layer_layout(vllm_config: VllmConfig) -> PageLayout:
-    """Return the layout of the state of a layer with all of its KV heads, from configurations alone."""
+    """Return the layout of the state of all KV heads of a layer, from configurations alone."""
     model_config = vllm_config.model_config
     settings = MHLASettings.from_dict(model_config.hf_config.mhla)
     num_kv_heads = model_config.get_num_kv_heads(vllm_config.parallel_config)

@@ -1,9 +1,8 @@
 """Decoder states in the pages of a serving engine, as rows of one pool that requests take and return.
 
-A page holds the state of `heads` KV heads of one layer for one request, and is as large as a page of keys and values, so the
-engine can hand out both from the same memory. What a page holds is a `WindowedState` or a `SalientState` without what the
-position of the request tells: which slots are filled, and the cosines and sines of their rotation (`RotationTable`). The
-ring of a `WindowedState` has one block less, because an engine never takes tokens back.
+A page holds the state of some KV heads of one layer for one request, in as many bytes as a page of keys and values. It is a
+`WindowedState` or a `SalientState` without what follows from the request's position: which slots are filled, and their
+rotation (`RotationTable`). The ring of a `WindowedState` has one block less, as an engine never takes tokens back.
 """
 
 from collections.abc import Sequence
@@ -24,21 +23,17 @@ from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
 from ..ops.windowed.salient_decoding import SalientState, SalientStep, continue_salient, plan_salient_step, salient_step
 from ..ops.windowed.triton_step import PageTensors, page_step, small_page_call
 
-EMPTY = {
-    "rank": -1,
-    "final": -1,
-}  # what parts of a state without tokens hold; 0 in all others, as in `SalientState.empty`
+# What parts of a state without tokens hold, as in `SalientState.empty`; all others hold 0.
+EMPTY = {"rank": -1, "final": -1}
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What a page holds: the state of U KV heads (`heads`) of one request, whose ring has S slots (`num_slots`), with sinks.
+    """What a page holds: the state of U KV heads of one request."""
 
-    `parts` are shapes [U, ..] and dtypes by name, in their order in memory: wide types come first, where they are aligned.
-    """
-
-    heads: int
-    num_slots: int
+    heads: int  # U
+    num_slots: int  # of the ring, with sinks
+    # Shapes [U, ...] and dtypes by name, in their order in memory: wide types come first, where they are aligned.
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     @staticmethod
@@ -47,44 +42,39 @@ class PageLayout:
         size, sum_dtype = settings.block_size, torch.promote_types(dtype, torch.float32)
         if settings.core == "salient":
             count, num_slots = settings.salient, settings.sinks + (settings.window + 1) * size
-            shapes = {
+            parts = {
                 "rank": ((heads, count), torch.int64),
                 "cast": ((heads, size), torch.int32),
                 "final": ((heads, size), torch.int32),
                 "k": ((heads, num_slots + count, head_dim), dtype),
                 "v": ((heads, num_slots + count, head_dim), dtype),
             }
-            return PageLayout(heads, num_slots, shapes)
+            return PageLayout(heads, num_slots, parts)
         num_features = FeatureMap(settings.feature_map, 0, head_dim).num_features
         num_slots = settings.sinks + settings.window * size if settings.windowed else size
         sums = (head_dim + 1, num_features)
-        return PageLayout(
-            heads,
-            num_slots,
-            {
-                "running": ((heads, settings.num_decays, *sums), sum_dtype),
-                "pending": ((heads, *sums), sum_dtype),
-                "k": ((heads, num_slots, head_dim if settings.windowed else num_features), dtype),
-                "v": ((heads, num_slots, head_dim), dtype),
-            },
-        )
+        parts = {
+            "running": ((heads, settings.num_decays, *sums), sum_dtype),
+            "pending": ((heads, *sums), sum_dtype),
+            "k": ((heads, num_slots, head_dim if settings.windowed else num_features), dtype),
+            "v": ((heads, num_slots, head_dim), dtype),
+        }
+        return PageLayout(heads, num_slots, parts)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes in the order of `parts`."""
         return tuple(shape for shape, _ in self.parts.values())
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes in the order of `parts`."""
         return tuple(dtype for _, dtype in self.parts.values())
 
 
 class RotationTable:
-    """Cosines and sines of the rotation at every position, which all layers of a model share.
+    """Cosines and sines of the rotary embedding by position, and the plan of a batch, which all layers of a model share.
 
-    Layers write those of the tokens that they see, so the table knows every position that a page holds. Layers also share
-    the `plan` of a batch. Layers that have no rotation to undo use `without_rotation`.
+    Every layer writes those of its new tokens, so the table has all positions that pages hold. Layers without a rotation
+    to undo use `without_rotation`.
     """
 
     def __init__(self, num_positions: int):
@@ -94,7 +84,7 @@ class RotationTable:
         self.without_rotation: RotationTable = NoRotation() if num_positions else self
 
     def allocate(self, cos_sin: torch.Tensor) -> None:
-        """Allocate the table, unless it exists, for cosines and sines like cos_sin [.., 1, A]."""
+        """Allocate the table, unless it exists, for cosines and sines like cos_sin [..., 1, A]."""
         if self.rows is None:
             self.rows = cos_sin.new_zeros(self.num_positions + 1, *cos_sin.shape[1:])
 
@@ -104,34 +94,30 @@ class RotationTable:
         self.rows[positions] = cos_sin
 
     def read(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the cosines and sines at int64 positions of any shape, [.., 1, A]; arbitrary at negative positions."""
+        """Return the cosines and sines at int64 positions of any shape, [..., 1, A]; arbitrary at negative positions."""
         assert self.rows is not None
         return self.rows[positions.clamp(min=0)]
 
 
 class NoRotation(RotationTable):
-    """The table of layers that have no rotation to undo: cosines and sines of width 0."""
+    """The table of layers that have no rotation to undo: cosines and sines of width 0, [..., 1, 0]."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
     def write(self, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        """Do nothing."""
+        pass
 
     def read(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return an empty tensor [.., 1, 0] for positions of any shape."""
         return torch.zeros(*positions.shape, 1, 0, device=positions.device)
 
 
 class PagePool:
-    """The memory of all pages, as tensors with one row per page: `parts`, [P, U, ..] by name.
-
-    A row of `memory`, uint8 or int8 [P, bytes] and contiguous in its last axis, begins with what `layout` describes.
-    """
+    """The memory of all pages, uint8 or int8 [P, bytes], whose rows begin with what `layout` describes."""
 
     def __init__(self, memory: torch.Tensor, layout: PageLayout):
         self.layout = layout
-        self.parts: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, torch.Tensor] = {}  # views of the memory by name, [P, U, ...]
         offset = 0
         for name, (shape, dtype) in layout.parts.items():
             num_bytes = prod(shape) * dtype.itemsize
@@ -139,10 +125,10 @@ class PagePool:
             offset += num_bytes
 
     def take(self, pages: torch.Tensor, *names: str) -> list[torch.Tensor]:
-        """Copy the named parts of pages [N, P] of N requests, with the KV heads in the order of the model's."""
+        """Copy the named parts of pages [N, P] of N requests, with KV heads in the model's order."""
         shape = (len(pages), pages.shape[1] * self.layout.heads)
         parts = [self.parts[name] for name in names]
-        # PyTorch copies whole rows of 2-D tensors.
+        # Of a 2-D tensor, PyTorch copies whole rows.
         return [x.flatten(1).index_select(0, pages.flatten()).view(*shape, *x.shape[2:]) for x in parts]
 
     def put(self, pages: torch.Tensor, **parts: torch.Tensor) -> None:
@@ -173,51 +159,33 @@ class PagePool:
 
 
 class NewTokens(NamedTuple):
-    """T new tokens, of one request or of one each, as a layer reads them.
+    """T new tokens, of one request or of one each, as a layer reads them."""
 
-    Args:
-        q: [T, H, D], queries; features if the near part is linear.
-        k: [T, G, D], keys, likewise.
-        v: [T, G, V], values.
-        q_features: [T, H, F], queries of the far part; F is 0 if there is none.
-        cos_sin: [T, 1, A], the rotation that the far part undoes; A is 0 if there is none.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_features: torch.Tensor
-    cos_sin: torch.Tensor
+    q: torch.Tensor  # [T, H, D], features if the near part is linear
+    k: torch.Tensor  # [T, G, D], likewise
+    v: torch.Tensor  # [T, G, V]
+    q_features: torch.Tensor  # [T, H, F], queries of the far part; F is 0 without one
+    cos_sin: torch.Tensor  # [T, 1, A], the rotation that the far part undoes; A is 0 without one
 
     def part(self, tokens: slice) -> "NewTokens":
-        """Return some of the tokens."""
         return NewTokens(*(x[tokens] for x in self))
 
 
 class DecodeBatch(NamedTuple):
-    """One new token for each of N requests, as all layers of a model see it.
+    """One new token for each of N requests, as all layers of a model see it."""
 
-    Args:
-        position: int64 [N], the position of the token.
-        plan: What the step reads and writes.
-        kernel_cos_sin: [N, 1, 1, A], for the Triton kernels: the rotation of the token that enters the pending summary. None
-            if PyTorch computes the step; then the host knows the lists below, and the mask [N, 1, 1, S] is given.
-        mask: See `make_mask`.
-        first: Rows whose request has no earlier token.
-        opening: Rows whose token is the first of a block, so that an earlier block leaves the window.
-    """
-
-    position: torch.Tensor
+    position: torch.Tensor  # int64 [N], of the token
     plan: StepPlan
+    # For Triton: the rotation of the token that enters the pending summary, [N, 1, 1, A]. For PyTorch: None, and the rest.
     kernel_cos_sin: torch.Tensor | None
-    mask: torch.Tensor | None = None
-    first: Sequence[int] = ()
-    opening: Sequence[int] = ()
+    mask: torch.Tensor | None = None  # [N, 1, 1, S], see `make_mask`
+    first: Sequence[int] = ()  # rows whose request has no earlier token
+    opening: Sequence[int] = ()  # rows whose token begins a block, so that an earlier block leaves the window
 
 
 @dataclass
 class PagedAttention:
-    """Near and far attention of the MHLA heads of one layer, whose states are in pages; arguments as in `WindowedInputs`."""
+    """Near and far attention of the MHLA heads of one layer, with states in pages; fields as in `WindowedInputs`."""
 
     pool: PagePool
     table: Any
@@ -227,7 +195,7 @@ class PagedAttention:
     options: WindowedOptions
 
     def plan(self, position: torch.Tensor, tokens: NewTokens) -> DecodeBatch:
-        """Plan a step for a token per request, at int64 positions [N]; layers of the same kind can share it."""
+        """Plan a step of one token per request, at int64 positions [N], which layers of the same kind can share."""
         q, k, v, *_ = tokens
         options = self.options
         size, window = options.block_size, options.window
@@ -240,7 +208,7 @@ class PagedAttention:
         return DecodeBatch(position, plan, None, mask, first, opening)
 
     def decode(self, tokens: NewTokens, pages: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """Attend by one token for each of N requests, [N, H, V] in the dtype of the sums, and update their pages [N, P]."""
+        """Attend by one token of each of N requests, [N, H, V] in the dtype of the sums, and update their pages [N, P]."""
         pool, options, plan, position = self.pool, self.options, batch.plan, batch.position
         q, k, v, q_features, _ = tokens
         if batch.kernel_cos_sin is not None:
@@ -260,9 +228,9 @@ class PagedAttention:
         return attend_token(q, q_features, held_k, held_v, running, batch.mask, plan.block, inputs)
 
     def open_block(self, pages: torch.Tensor, position: torch.Tensor) -> None:
-        """Move the sums in pages [N, P] on to the block that the tokens at `position` [N], not yet written, open.
+        """Add the block that leaves the window to the sums in pages [N, P], before tokens at `position` [N] open another.
 
-        The block that leaves the window is summed here, all at once, so PyTorch's steps need no pending summary.
+        PyTorch sums this block at once, so its steps need no pending summary.
         """
         options, running = self.options, self.pool.take(pages, "running")[0]
         decay = torch.exp(self.decays.log_rate.to(running.dtype))[..., None, None]
@@ -275,16 +243,9 @@ class PagedAttention:
         held = slot_positions(position, self.pool.layout.num_slots, self.options.sinks)
         running, pending, k, v = self.pool.take(pages, "running", "pending", "k", "v")
         return WindowedState(
-            block_size=self.options.block_size,
-            k=k,
-            v=v,
-            valid=held >= 0,
-            cos_sin=self.table.read(held).to(k.dtype),
-            running=running,
-            pending=pending,
-            position=position.clone(),
-            furthest=position.clone(),
-        )
+            block_size=self.options.block_size, k=k, v=v, valid=held >= 0, cos_sin=self.table.read(held).to(k.dtype),
+            running=running, pending=pending, position=position.clone(), furthest=position.clone(),
+        )  # fmt: skip
 
     def prefill(self, tokens: NewTokens, pages: torch.Tensor, start: int) -> torch.Tensor:
         """Attend by T new tokens of one request, the first at `start`: [T, H, V], and update its pages [1, P]."""
@@ -302,19 +263,12 @@ class PagedAttention:
 
 
 class SalientBatch(NamedTuple):
-    """One new token for each of N requests, as all layers of salient heads see it.
+    """One new token for each of N requests, as all layers of salient heads see it."""
 
-    Args:
-        position: int64 [N], the position of the token.
-        valid: bool [N, S], the slots that hold a token.
-        step: What the step reads and writes.
-        first: Rows whose request has no earlier token.
-    """
-
-    position: torch.Tensor
-    valid: torch.Tensor
+    position: torch.Tensor  # int64 [N], of the token
+    valid: torch.Tensor  # bool [N, S], the slots that hold a token
     step: SalientStep
-    first: Sequence[int]
+    first: Sequence[int]  # rows whose request has no earlier token
 
 
 @dataclass

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools.small_models import refused
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from mhla_hf.checkpoints import bundle
@@ -55,7 +56,8 @@ def test_names_are_unique_across_all_shipped_modules():
 def test_every_bundle_stands_alone(bundles, tmp_path):
     """Nothing in it is undefined or unused, and it demands of a user no more than its own library."""
     for entry, text in bundles.items():
-        assert check_bundle(text)["entry"] == entry
+        assert check_bundle(text)["entry"] == entry and "License of the code: Apache-2.0." in text
+        assert "Args:" not in text and text.count("\nimport torch\n") == 1
         assert f'\nNAMESPACE = "{check_bundle(text)["sha256"]}"\n' in text
         file = tmp_path / f"{entry}.py"
         file.write_text(text)
@@ -66,6 +68,25 @@ def test_every_bundle_stands_alone(bundles, tmp_path):
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "--output-format", "concise", "."]
     flakes = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert flakes.returncode == 0, flakes.stdout
+
+
+def test_a_changed_or_newer_bundle_is_noticed(bundles):
+    text = bundles["models.vision.vision_model"]
+    for changed, words in (
+        (text.replace("\nimport torch\n", "\nimport torch  # mine\n"), "bundle that was edited and hashes to"),
+        (text.replace("format: 1", "format: 2"), "got a bundle of format 2, expected at most 1"),
+        ("import torch\n", "without a bundle's header"),
+    ):
+        with refused(words):
+            check_bundle(changed)
+
+
+def test_an_old_transformers_is_told_which_one_is_needed(bundles, monkeypatch):
+    """Before an import that it lacks."""
+    monkeypatch.setattr("transformers.__version__", "4.57.6")
+    monkeypatch.delattr("transformers.cache_utils.LinearAttentionCacheLayerMixin")
+    with refused("transformers: got 4.57.6, expected 5.19.0 or newer; ", kind=ImportError):
+        exec(compile(bundles["models.converted:matrix_class"], "bundle.py", "exec"), {"__name__": "bundle"})
 
 
 ABSENT = {  # a language model has no grids, no vision, no other families; one of diffusers has no caches of decoders

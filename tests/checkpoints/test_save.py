@@ -7,11 +7,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tools.elsewhere import run_elsewhere
+from tools.elsewhere import check_elsewhere
 from tools.small_encoders import softmax_encoder
 from tools.small_models import MODELS, refused, tokens
 from tools.small_scores import small_tokenizer
-from tools.small_towers import converted_tower, images, output_of, small_classifier
+from tools.small_towers import converted_tower, images, small_classifier
 from transformers import ByT5Tokenizer
 
 from mhla_hf.checkpoints.save import list_saved_files, read_sentence_files, save_model
@@ -19,15 +19,10 @@ from mhla_hf.cli.main import main
 from mhla_hf.hub.facts import Person
 from mhla_hf.hub.folder_checks import stage_folder
 
-VISITOR = """
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
-from transformers import AutoTokenizer
-torch.set_num_threads(1)
-given, out, report = load_file("given.safetensors"), {}, {}
-for name in ("scratch", "llama-all"):  # without an answer to the question whether its code is trusted
-    report[name] = AutoTokenizer.from_pretrained(f"saved/{name}")("a b c")["input_ids"]
+WITHOUT_TRUST = """
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
+for name, ids in json.load(open("ids.json")).items():  # without an answer to the question whether its code is trusted
+    assert AutoTokenizer.from_pretrained(f"saved/{name}")("a b c")["input_ids"] == ids
 try:
     AutoModelForCausalLM.from_pretrained("saved/scratch", trust_remote_code=False)
 except ValueError as error:
@@ -35,26 +30,9 @@ except ValueError as error:
 else:
     raise SystemExit("code was run that nobody trusted")
 assert not os.path.exists("hf/modules/transformers_modules")
-for name in sorted(os.listdir("saved")):
-    language = not given[name].is_floating_point()
-    image = AutoModelForImageClassification if "lassif" in name else AutoModel
-    auto = AutoModelForCausalLM if language else image
-    model, info = auto.from_pretrained(f"saved/{name}", trust_remote_code=True, output_loading_info=True)
-    with torch.no_grad():
-        found = model(given[name])
-    out[name] = found.logits if hasattr(found, "logits") else found.last_hidden_state
-    if language:
-        options = {"attention_mask": torch.ones_like(given[name]), "max_new_tokens": 6, "do_sample": False}
-        out[f"{name}.text"] = model.generate(given[name], **options)
-    report[f"saved {name}"] = [*info["missing_keys"], *info["unexpected_keys"], type(model).__module__.split(".")[0]]
-    if name == "scratch":
-        assert type(AutoConfig.from_pretrained("saved/scratch", trust_remote_code=True)) is type(model.config)
-    model.save_pretrained(f"again/{name}")
-report["hub"] = type(AutoModelForCausalLM.from_pretrained("somebody/llama", trust_remote_code=True)).__name__
-report["loaded"] = [m for m in ("mhla_hf", "triton", "diffusers", "accelerate") if sys.modules.get(m)]
-report["processor"] = AutoImageProcessor.from_pretrained("saved/classifier").size["height"]
-save_file({k: v.contiguous() for k, v in out.items()}, "out.safetensors")
-print("", json.dumps(report), sep="\\n")  # behind a question that nobody answered
+assert AutoImageProcessor.from_pretrained("saved/classifier").size["height"] == 32
+model = AutoModelForCausalLM.from_pretrained("saved/scratch", trust_remote_code=True)
+assert type(AutoConfig.from_pretrained("saved/scratch", trust_remote_code=True)) is type(model.config)
 """
 LANGUAGE = ["scratch", "llama-all", "llama-window", "llama-heads", "qwen3-hybrid", "mixtral-hybrid"]
 TOWERS = {"ViTModel": {"layers": [1]}, "DINOv3ViTModel": {"cpe": 3}, "CLIPVisionModelWithProjection": {}}
@@ -66,33 +44,31 @@ def test_bit_equal_elsewhere_and_saved_again(tmp_path):
     models["classifier"] = small_classifier(num_channels=3)
     models["classifier_in_stages"] = small_classifier("stages")
     models |= {name: converted_tower(name, **settings) for name, settings in TOWERS.items()}
-    tokenizers = {"scratch": small_tokenizer(), "llama-all": ByT5Tokenizer()}
-    given, expected = {}, {}
+    tokenizers, expected = {"scratch": small_tokenizer(), "llama-all": ByT5Tokenizer()}, {}
+    inputs = {"input_ids": tokens(2, 29), "pixel_values": images(2)}
     for name, model in models.items():
-        given[name] = tokens(2, 29) if name in LANGUAGE else images(2, channels=model.config.num_channels)
-        expected[name] = output_of(model, given[name])
         model.save_pretrained(tmp_path / "saved" / name)
-        if name in tokenizers:
-            tokenizers[name].save_pretrained(tmp_path / "saved" / name)
-    save_file(given, tmp_path / "given.safetensors")
+        if name in LANGUAGE:
+            key, ids = f"saved/{name}-AutoModelForCausalLM", inputs["input_ids"]
+            options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+            expected |= {key: model(ids).logits, f"{key} text": model.generate(ids, **options)}
+        else:
+            auto = "AutoModelForImageClassification" if "lassif" in name else "AutoModel"
+            expected[f"saved/{name}-{auto}"] = model(inputs["pixel_values"])[0]
+    for name, tokenizer in tokenizers.items():
+        tokenizer.save_pretrained(tmp_path / "saved" / name)
+    ids = {name: tokenizer("a b c")["input_ids"] for name, tokenizer in tokenizers.items()}
+    (tmp_path / "ids.json").write_text(json.dumps(ids))
     repository, commit = tmp_path / "hf/hub/models--somebody--llama", "0123456789abcdef0123456789abcdef01234567"
     shutil.copytree(tmp_path / "saved/llama-all", repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    report, printed = run_elsewhere(VISITOR, tmp_path)
+    expected["somebody/llama-AutoModelForCausalLM"] = expected["saved/llama-all-AutoModelForCausalLM"]
+    printed = check_elsewhere(tmp_path, inputs, expected, first=WITHOUT_TRUST)
     assert "You are using a model of type" not in printed
-    out = load_file(tmp_path / "out.safetensors")
-    assert (report["loaded"], report["processor"], report["hub"]) == ([], 32, "MHLALlamaForCausalLM")
-    for name, tokenizer in tokenizers.items():
-        assert report[name] == tokenizer("a b c")["input_ids"]
-    for name, model in models.items():
-        assert report[f"saved {name}"] == ["transformers_modules"]
-        assert torch.equal(out[name], expected[name]), name
-        if name in LANGUAGE:
-            options = {"attention_mask": torch.ones_like(given[name]), "max_new_tokens": 6, "do_sample": False}
-            assert torch.equal(out[f"{name}.text"], model.generate(given[name], **options)), name
+    for name in models:
         for file in ("model.safetensors", "modeling_mhla.py", "config.json"):
-            first, again = (tmp_path / folder / name / file for folder in ("saved", "again"))
+            first, again = (tmp_path / folder / name / file for folder in ("saved", "again/saved"))
             assert first.read_bytes() == again.read_bytes(), (name, file)
 
 

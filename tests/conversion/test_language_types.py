@@ -100,23 +100,6 @@ def test_every_other_type_is_refused_for_a_reason():
             mhla_hf.convert(model)
 
 
-LAYERS = {
-    "sliding_window": ("gemma3_text", 0, "it sees only the last 16 tokens (sliding_window)"),
-    "beyond": ("gpt2", 99, "expected 0 to 3: the model has 4 layers"),
-    "recurrent": ("qwen3_next", 0, "it has no softmax attention"),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_that_would_lose_something_stay_softmax(name):
-    """`layers="all"` takes the others; asked for by its index, such a layer is refused with its reason."""
-    model_type, index, reason = LAYERS[name]
-    model = small_model_of(model_type)
-    with refused(f"layer {index}", reason):
-        mhla_hf.convert(model, layers=[index])
-    assert index not in mhla_hf.convert(model, layers="all").config.mhla["layers"]
-
-
 @pytest.mark.parametrize("layers", ["all", [0], [1]])
 def test_a_soft_cap_is_the_reason_in_sliding_and_in_whole_layers(layers):
     config = Gemma2Config(num_hidden_layers=2, hidden_size=32, intermediate_size=32, vocab_size=64, head_dim=16)

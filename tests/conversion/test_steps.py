@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tools.model_checks import check_unchanged, snapshot
 from tools.small_models import refused, softmax_model, tokens
 from tools.tiny_pipelines import PIPELINES, inputs, tiny_transformer
 from transformers import LlamaForCausalLM
@@ -21,22 +22,6 @@ TEXT = tokens(1, 4000)[0]
 
 def language_model():
     return softmax_model(num_key_value_heads=4, max_position_embeddings=96)
-
-
-def snapshot(model):
-    """What a conversion changes of a model, besides its outputs."""
-    modules = {
-        name: (type(module), module.training, sorted(vars(module)), list(module._forward_pre_hooks.values()))
-        for name, module in model.named_modules()
-    }
-    states = {name: x.clone() for name, x in model.state_dict().items()}
-    return modules, model.config, str(model.config), states
-
-
-def check_unchanged(model, before):
-    modules, config, values, states = snapshot(model)
-    assert modules == before[0] and config is before[1] and values == before[2] and states.keys() == before[3].keys()
-    assert all(torch.equal(x, before[3][name]) for name, x in states.items())
 
 
 def fail(error, after=0):

@@ -4,15 +4,18 @@ import pytest
 import torch
 import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from peft import LoraConfig, get_peft_model
 from tools.small_encoders import softmax_encoder
 from tools.small_models import FAMILIES, converted_model, refused, scratch_model, softmax_model, tokens
 from tools.small_towers import converted_tower, small_clip, softmax_tower
+from tools.small_types import small_model_of
 from transformers import LlamaModel
 
 import mhla_hf
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
-
+MAMBA = transformers.MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=64)
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
 
 CONVERT = [  # a model, settings, and what is said of them
     (lambda: torch.nn.Linear(2, 2), {}, "model: got Linear"),
@@ -26,6 +29,11 @@ CONVERT = [  # a model, settings, and what is said of them
     (lambda: softmax_model("mistral", sliding_window=16), {"layers": [1]}, "become MHLA: it sees only the last 16"),
     (lambda: softmax_model("qwen2", **SLIDING), {"layers": [0, 2]}, "layers: got layer 2, which cannot become MHLA because"),
     (lambda: softmax_model(is_causal=False), {"layers": [1]}, "is_causal"),
+    (softmax_model, {"settings": {}}, "settings: got dict, expected MHLASettings"),
+    (softmax_model, {"layers": []}, 'layers: got [], expected "all", "2/3" or a list'),
+    (lambda: get_peft_model(softmax_model(), LoraConfig(target_modules=["q_proj"])), {}, "model: got PeftModel, expected"),
+    (lambda: transformers.MambaModel(MAMBA), {}, "'mamba', which cannot be converted: it has no softmax"),
+    (lambda: small_model_of("qwen3_next"), {"layers": [0]}, "layer 0", "it has no softmax attention"),
     (small_clip, {}, "'clip'"),
     (lambda: converted_tower("ViTModel"), {}, "MHLA model already"),
     (lambda: softmax_tower("ViTModel"), {"layout": [4]}, "layout: got [4]"),
@@ -39,12 +47,9 @@ CONVERT = [  # a model, settings, and what is said of them
 MATRIX = {"mixing_form": "softmax"}
 OF_ENCODERS = [
     ({**MATRIX, "layout": [4]}, "layout", "expected none for an encoder"),
-    ({"cpe": 3}, "cpe", "expected none for an encoder"),
     ({"normalize": "official"}, "normalize", "for an encoder"),
     ({"windowed": False}, "windowed", "expected true for an encoder"),
     ({"sinks": 4}, "sinks", "expected 0 for an encoder"),
-    ({"length_power": True}, "length_power", "expected False for an encoder"),
-    ({"window_dropout": 0.5}, "window_dropout", "expected 0 for an encoder"),
     ({"impl": "triton"}, "impl", 'expected "auto" or "torch" for an encoder'),
     ({"softmax_heads": {0: [1]}}, "softmax_heads", "expected None for an encoder"),
     ({"rope": "after"}, "rope", 'expected "before"'),

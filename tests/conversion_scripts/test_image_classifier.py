@@ -4,7 +4,7 @@ import json
 
 import pytest
 from PIL import Image
-from tools.small_towers import softmax_tower
+from tools.small_towers import save_photos, softmax_tower
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, SiglipConfig, SiglipModel
 from transformers import ViTImageProcessorPil as Processor
 
@@ -15,11 +15,7 @@ import mhla_hf
 def folder(tmp_path_factory):
     """Twelve pictures in three classes, in a folder `train`, and recipes of two steps."""
     place = tmp_path_factory.mktemp("images")
-    for number in range(12):
-        name = ("ant", "bee", "cat")[number % 3]
-        (place / "data" / "train" / name).mkdir(parents=True, exist_ok=True)
-        picture = Image.new("RGB", (40 + number, 30), ((number % 3) * 100, number * 20, 50))
-        picture.save(place / "data" / "train" / name / f"{number}.png")
+    save_photos(place / "data", {"train/ant": 4, "train/bee": 4, "train/cat": 4})
     stage = "{name: a, loss: LOSS, steps: 2, lr: 1e-3, batch_size: 4, crop: 0.5, flip: 0.5, erase: 1, mixup: 0.8, cutmix: 1}"
     colors = "num_channels: 3, image_mean: null, image_std: null, hidden_size: 24"
     scratch = f"task: images\nsettings: {{preset: digits, {colors}}}\n"

@@ -109,7 +109,6 @@ def fidelity():
 
 @pytest.fixture(scope="module")
 def weights(fidelity, tmp_path_factory):
-    """A file of random weights, so that features of different images differ."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3 as Network
 
     file = tmp_path_factory.mktemp("inception") / "weights.pth"

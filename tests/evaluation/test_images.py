@@ -1,7 +1,6 @@
 """Image pipelines and classifiers: sampled as planned, resumed, scored once, never under a name that is not theirs."""
 
 import functools
-import itertools
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ import transformers
 from PIL import Image
 from tools.small_models import refused
 from tools.small_scores import color_judge, colors
+from tools.small_towers import save_photos
 from tools.tiny_pipelines import dit_pipeline
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
@@ -229,15 +229,8 @@ def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its
         settings = {"data": str(data), "processor": square(mean)}
         return mhla_hf.evaluate({"vit": model}, settings=settings, **options, **changes)
 
-    def save_pictures(seed):
-        random = numpy.random.default_rng(seed)
-        for name, number in itertools.product(names, range(4)):
-            (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
-            image = Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=numpy.uint8))
-            image.save(tmp_path / "data" / name / f"{number}.png")
-
     names = ["ant", "bee", "cat"]
-    save_pictures(1)
+    save_photos(tmp_path / "data", dict.fromkeys(names, 4), seed=1)
     compared = accuracy()
     (record,) = compared["vit"]
     right = 0
@@ -250,7 +243,7 @@ def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its
     assert f"| vit | {100 * record.value:.2f} ±" in compared.paper_table("markdown")
     assert accuracy() and len(runs) == 1 and accuracy(force=True) and len(runs) == 2
     assert accuracy(0.5) and accuracy(0.5) and len(runs) == 3
-    save_pictures(2)
+    save_photos(tmp_path / "data", dict.fromkeys(names, 4), seed=2)
     again = accuracy()["vit"][0].value
     assert accuracy() and len(runs) == 4
     files = sorted((tmp_path / "data").rglob("*.png"))
@@ -260,7 +253,6 @@ def test_top_1_is_the_share_of_images_named_right_known_for_its_pictures_and_its
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: table)
     assert accuracy(data="some/data")["vit"][0].value == again and accuracy(data="some/data") and len(runs) == 5
     assert accuracy(limit=3)["vit"][0].samples == 3
-    (tmp_path / "data" / "dog").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "data" / "dog" / "0.png")
+    save_photos(tmp_path / "data", {"dog": 1})
     with pytest.raises(ValueError, match="data: got the class 'dog', which is not among the model's"):
         accuracy()

@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from tools.small_cards import TRAIN, result, save_model, scores, times
+from tools.small_models import refused
 from tools.small_scores import make_result
 from tools.tiny_pipelines import dit_pipeline, wan_pipeline
 
@@ -170,9 +171,8 @@ def test_bad_input_is_one_sentence_and_writes_nothing(folders, case, monkeypatch
     mine, compared = folders
     breaks, arguments, message = BAD[case]
     breaks(mine, compared)
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(match=message):
         write_card(mine, **{"name": "toy", "compared": compared, **arguments})
-    assert "\n" not in str(caught.value)
     assert not (mine / "README.md").exists() and not (mine / "card.json").exists()
 
 
@@ -185,7 +185,6 @@ KEPT = {
 
 @pytest.mark.parametrize("case", KEPT)
 def test_a_card_is_true_when_rendering_it_again_gives_the_same_bytes(folders, card, tmp_path, case):
-    """From the folder alone."""
     for place in folders[1].values():
         place.rename(tmp_path / f"gone_{place.name}")
     check_card(folders[0])

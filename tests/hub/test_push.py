@@ -146,6 +146,7 @@ def test_somebody_else_was_faster(hub, shelf, monkeypatch):
 
 ARGUMENTS = {
     "no user": ({"repo_id": "mhla"}, "repo_id: got 'mhla', expected a user or organization before it"),
+    "nothing": ({"what": None}, "what: got NoneType, expected a folder, a model or a pipe"),
     "tag": ({"tags": ["v 1"]}, "tags: got 'v 1'"),
     "request and tag": ({"create_pr": True, "tags": "v1"}, "create_pr: got True with tags, private or revision"),
     "tokenizer of a folder": ({"tokenizer": 1}, "tokenizer: got one with a folder"),

@@ -20,11 +20,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from tools.small_encoders import softmax_encoder
 from tools.small_models import softmax_model
 from tools.small_scores import TRAINING, colors, save_llama, save_mhla, small_tokenizer
-from tools.small_towers import small_classifier, softmax_tower
+from tools.small_towers import save_photos, small_classifier, softmax_tower
 from tools.tiny_pipelines import PIPELINES
 from transformers import ViTImageProcessorPil
 
@@ -87,14 +86,14 @@ def for_images():
     softmax_tower("SiglipVisionModel").save_pretrained("google/siglip-base-patch16-224")
     small_classifier("digits", num_channels=3, num_labels=2).save_pretrained("out/deit-t")
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained("out/deit-t")
-    save_pictures("imagenet/val/cat", "imagenet/val/dog")
+    save_photos(Path("imagenet/val"), {"cat": 4, "dog": 4})
 
 
 def for_judging():
     save_llama(Path("out/teacher"))
     for name in ("mhla", "linear"):
         save_mhla(Path("out", name))
-    save_pictures("digits")
+    save_photos(Path("digits"), {".": 4}, growth=0)
     classifier = argparse.Namespace(features=lambda images: colors(images)["features"])
     return {"pipe": PIPELINES["dit"](), "classifier": classifier}
 
@@ -109,13 +108,6 @@ def for_sharing():
 
 
 STAND_INS = {name.removeprefix("for_"): make for name, make in globals().items() if name.startswith("for_")}
-
-
-def save_pictures(*folders):
-    for folder in folders:
-        Path(folder).mkdir(parents=True)
-        for number in range(4):
-            Image.effect_noise((32, 32), 20 + number).convert("RGB").save(Path(folder, f"{number}.png"))
 
 
 @pytest.fixture

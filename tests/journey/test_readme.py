@@ -28,7 +28,6 @@ CARD = "---\nlicense: apache-2.0\n---\n"
 
 
 def publish(hub, name, folder):
-    """Put a folder on the Hub."""
     (folder / "README.md").write_text(CARD)
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     hub.put(name, files)
@@ -51,7 +50,6 @@ def here(hub, tmp_path, monkeypatch):
 
 
 def run(blocks):
-    """Run blocks as one program, and return its names."""
     names = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
@@ -60,7 +58,6 @@ def run(blocks):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
 def test_every_block_runs(hub, here):
-    """What each of them makes is what README says."""
     names = run(BLOCKS)
     assert len(names["student"].config.mhla["layers"]) == 2 and Path("smollm2-mhla/modeling_mhla.py").is_file()
     record = json.loads(Path("my-mhla/train.json").read_text())

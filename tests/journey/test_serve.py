@@ -31,7 +31,6 @@ COMMANDS = {word: text for text in COMMANDS for word in ("import mhla_hf", "sed"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A saved conversion, and what it answers."""
     place = tmp_path_factory.mktemp("served") / "llama-mhla"
     tokenizer = small_tokenizer()
     tokenizer.chat_template = TEMPLATE

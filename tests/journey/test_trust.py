@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from official_checkpoints import into_pipeline
-from PIL import Image
 from tools.small_scores import save_llama
-from tools.small_towers import softmax_tower
+from tools.small_towers import save_photos, softmax_tower
 from tools.tiny_pipelines import wan_pipeline
 from transformers import ViTImageProcessorPil
 
@@ -43,10 +42,7 @@ def shelf(tmp_path_factory):
         (place / name / "evil.py").write_text(f"import pathlib\npathlib.Path({str(place / 'ran')!r}).touch()\n")
         autos = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForImageClassification")
         edit(place / name / "config.json", model_type="evil", auto_map=dict.fromkeys(autos, "evil.Thing"))
-    for split in ("train", "val"):
-        for label in ("ant", "bee"):
-            (place / "images" / split / label).mkdir(parents=True)
-            Image.new("RGB", (32, 32)).save(place / "images" / split / label / "0.png")
+    save_photos(place / "images", {"train/ant": 1, "train/bee": 1, "val/ant": 1, "val/bee": 1})
     (place / "notes.txt").write_text("a few words " * 5000)
     return place
 

@@ -17,7 +17,6 @@ SIZE, BLOCKS = (6, 12, 20), (3, 3, 5)  # 360 tokens in 45 blocks, no share of wh
 
 
 def make(layers="all", layout=BLOCKS, family="wan", **settings):
-    """A converted model of which every new parameter matters."""
     return shaken(mhla_hf.convert(tiny_transformer(family), layers=layers, layout=layout, gate=True, **settings))
 
 

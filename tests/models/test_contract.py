@@ -1,6 +1,7 @@
-"""What transformers asks of a model: losses, gradients, dtypes, empty construction, copies, configurations."""
+"""What transformers asks of a model: losses, gradients, dtypes, copies, configurations, packed rows, and refusals."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tools.model_checks import checkpointing_changes_nothing
-from tools.small_models import FAMILIES, MODELS, converted_model, scratch_model, softmax_model, tokens
-from transformers import AutoConfig, AutoModelForCausalLM
+from tools.small_models import CACHE, FAMILIES, MODELS, converted_model, refused, scratch_model, softmax_model, tokens
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 
 import mhla_hf
+from mhla_hf.models.pretrained import split_heads_plan
 from mhla_hf.nn.settings import FOREIGN_ENTRIES
 
 # All tokens are salient, because rounding to half precision would change which are.
@@ -123,3 +125,141 @@ def test_compiled_or_exported_model_equals_eager(exported):
         run = torch.compile(model, backend="eager", fullgraph=True)
     got = run(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
     torch.testing.assert_close(got, model(ids, attention_mask=mask).logits[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+PACKED = [
+    lambda: converted_model(layers="2/3"),
+    scratch_model,
+    lambda: converted_model(
+        block_size=4, mixing_form="decay", windowed=True, window=1, salient=2, softmax_heads={0: [1]}
+    ),
+]
+ROWS = [tokens(1, n, seed=n) for n in (5, 20, 9)]
+COLLATORS = {
+    "position_ids": {},
+    "seq_idx": {"return_seq_idx": True, "return_position_ids": False},
+    "cu_seq_lens_q": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+}
+
+
+def packed(given: str) -> dict:
+    return DataCollatorWithFlattening(**COLLATORS[given])([{"input_ids": row[0].tolist()} for row in ROWS])
+
+
+def separate(model) -> torch.Tensor:
+    return torch.cat([model(row, use_cache=False).logits for row in ROWS], 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", PACKED, ids=["hybrid", "scratch", "salient"])
+@pytest.mark.parametrize("given", list(COLLATORS))
+def test_packed_equals_separate(make, given):
+    """Also where the model would make a cache by itself, and where the body gets its arguments by place."""
+    model, batch = make(), packed(given)
+    expected = separate(model)
+    torch.testing.assert_close(model(**batch).logits, expected, **CLOSE)
+    if given == "position_ids":
+        hidden = model.model(batch["input_ids"], None, batch["position_ids"]).last_hidden_state
+        torch.testing.assert_close(model.lm_head(hidden), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q"])
+def test_compiled_packed_equals_separate(given):
+    """As one graph where the borders are given; where they are read from the numbers, the graph is cut there."""
+    torch.compiler.reset()
+    model, batch = converted_model(layers=[1], num_layers=2), packed(given)
+    out = torch.compile(model, backend="eager", fullgraph=given == "cu_seq_lens_q")(**batch)
+    torch.testing.assert_close(out.logits, separate(model), **CLOSE)
+    out.loss.backward()
+    compiled = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(**batch).loss.backward()
+    for got, parameter in zip(compiled, model.parameters(), strict=True):
+        torch.testing.assert_close(got, parameter.grad, **CLOSE)
+
+
+def test_packed_rows_have_neither_padding_nor_cache():
+    model, batch = converted_model(), packed("cu_seq_lens_q")
+    given = {"attention_mask": torch.ones(1, 34), CACHE: DynamicCache(), "use_cache": True}
+    for name, value in given.items():
+        with refused(name, "packed"):
+            model(**batch, **{name: value})
+
+
+@pytest.mark.parametrize("form", ["decay", "softmax"])
+def test_settings_of_a_causal_model(form):
+    for name, value in {"cpe": 3, "normalize": "official", "block_size": 10**9}.items():
+        config = converted_model(mixing_form=form).config
+        config.mhla |= {name: value}
+        with refused(f"{name}: got"):
+            AutoModelForCausalLM.from_config(config)
+
+
+def test_key_heads_that_do_not_divide_the_heads():
+    config = converted_model(mixing_form="decay").config
+    config.num_key_value_heads = 3
+    with refused("num_key_value_heads: got 3, expected a divisor of the 4 attention heads."):
+        AutoModelForCausalLM.from_config(config)
+    with refused("size 3", "divides the 2 key/value heads of model.layers.1.self_attn"):
+        split_heads_plan(converted_model(layers=[1]), 3)
+    with refused("layers", kind=Exception):
+        mhla_hf.MHLAConfig.preset("tiny", mhla={"layers": [0]})
+
+
+DAMAGED = [
+    ("mixing.weight", -0.5, {"mixing_form": "direct"}, "negative"),
+    ("q_map.weight", math.nan, {}, "q_map.weight"),
+]
+
+
+@pytest.mark.parametrize(("which", "value", "settings", "word"), DAMAGED)
+def test_damaged_weights(tmp_path, which, value, settings, word):
+    model = mhla_hf.convert(softmax_model(), layers=[1], block_size=8, num_blocks=4, **settings)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights[f"model.layers.1.self_attn.mhla.{which}"].view(-1)[0] = value
+    save_file(weights, file, {"format": "pt"})
+    with refused(f"model.layers.1.self_attn.mhla.{which.split('.')[0]}", word):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    file.write_bytes(file.read_bytes()[:-100])
+    with refused("model.safetensors is not a complete safetensors file"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+CALLS = [
+    ({"attention_mask": torch.ones(3, 9)}, "attention_mask"),
+    ({"attention_mask": torch.ones(2, 9, 9)}, "attention_mask"),
+    ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]] * 2)}, "position_ids"),
+    ({"softcap": 50.0}, "softcap"),
+    ({"cache": object()}, "cache"),
+    ({"is_causal": False}, "is_causal"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "word"), CALLS)
+@pytest.mark.parametrize("make", [converted_model, scratch_model])
+def test_calls(make, arguments, word):
+    with refused(word):
+        make()(tokens(2, 9), **arguments)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, {"mixing_form": "decay", "windowed": True}])
+def test_a_refused_crop_has_cut_no_layer_of_a_hybrid(settings):
+    model, ids = converted_model(layers="2/3", **settings), tokens(1, 30)
+    cache = model(ids, use_cache=True)[CACHE]
+    for count in (-9, 4, -31):
+        with refused(f"tokens_to_remove: got {count}"):
+            cache.crop(count)
+        assert [layer.get_seq_length() for layer in cache.layers] == [30] * 3
+    cache = copy.deepcopy(pickle.loads(pickle.dumps(cache)))
+    cache.crop(-5)
+    again = model(ids[:, 25:], **{CACHE: cache}).logits
+    torch.testing.assert_close(again, model(ids).logits[:, 25:], **CLOSE)
+
+
+def test_continuous_batching_is_refused():
+    with refused("paged caches", "vLLM"):
+        converted_model(layers="2/3").generate_batch([[1, 2, 3], [4, 5]])

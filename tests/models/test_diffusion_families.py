@@ -10,7 +10,7 @@ from diffusers import FluxPipeline, StableDiffusion3Pipeline
 from diffusers.models.transformers import transformer_kandinsky
 from tools.ops_cases import distance
 from tools.small_models import refused, shaken
-from tools.tiny_bare_pipelines import bare
+from tools.tiny_grid_pipelines import bare
 from tools.tiny_grids import SIZES
 from tools.tiny_joint import JOINT_SIZES, PACKED, TEXT_LAST, VIDEOS, joint_size
 from tools.tiny_pipelines import inputs, tiny_transformer
@@ -98,7 +98,6 @@ def test_the_paper_s_form_is_its_definition(family, frames):
 @torch.no_grad()
 @pytest.mark.parametrize("family", ALL)
 def test_a_batch_is_its_samples_and_softmax_layers_are_stock(family):
-    """As in classifier-free guidance: two texts and noises at once."""
     model, stock = tiny_transformer(family), tiny_transformer(family)
     shaken(mhla_hf.convert(model, layers=[2]))
     seen = {}
@@ -151,7 +150,6 @@ def test_bf16_is_near(family, tmp_path):
 
 
 def layout_of(family, sides):
-    """The last two of three sides for images."""
     return sides if family in VIDEOS else sides[1:]
 
 

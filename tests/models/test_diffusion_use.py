@@ -34,7 +34,6 @@ from mhla_hf.models.diffusion.processor import holds_mhla, warn_of_backend
 
 
 def converted(family="wan", num_layers=None, **settings):
-    """A converted transformer, gated, with noise on all that MHLA added."""
     names = {"kandinsky5": "num_visual_blocks", "kandinsky6": "num_visual_blocks", "aura-flow": "num_mmdit_layers"}
     sizes = {} if num_layers is None else {names.get(family, "num_layers"): num_layers}
     return shaken(mhla_hf.convert(tiny_transformer(family, **sizes), **{"gate": True, **settings}))
@@ -96,7 +95,6 @@ def test_lora_is_trained_fused_and_saved_with_the_model(family, tmp_path):
 
 
 def mhla_layers(model):
-    """The layers whose processor is MHLA."""
     return [i for i, attn in enumerate(find_self_attentions(model)) if holds_mhla(attn.processor)]
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 from tools.elsewhere import check_elsewhere
 from tools.model_checks import by_definition, checkpointing_changes_nothing, one_graph
 from tools.ops_cases import distance
@@ -34,11 +33,6 @@ def padded(ids=IDS):
         rows[row, start : start + length] = ids[row, :length]
         mask[row, start : start + length] = 1
     return rows, mask
-
-
-def hidden(model, ids, **arguments):
-    """What the last layer says."""
-    return model(ids, output_hidden_states=True, **arguments).hidden_states[-1]
 
 
 @torch.no_grad()
@@ -167,20 +161,3 @@ def test_what_a_layer_cannot_do_is_refused():
     with refused("65 tokens", "64"):
         model(inputs_embeds=embeds)
     assert converted_encoder("modernbert")(inputs_embeds=embeds).last_hidden_state.isfinite().all()
-
-
-def test_a_sentence_encoder(tmp_path):
-    sentences = pytest.importorskip("sentence_transformers")
-    words = ["[PAD]", "[UNK]", *"abcdefgh"]
-    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, pad_token="[PAD]", unk_token="[UNK]")
-    model = converted_encoder("bert")
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    encoder = sentences.SentenceTransformer(str(tmp_path), trust_remote_code=True, device="cpu")
-    texts = ["a b c", "d e f g h a b", "h"]
-    found = encoder.encode(texts, convert_to_tensor=True)
-    for row, text in zip(found, texts, strict=True):
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        assert distance(row, model(ids).last_hidden_state.mean(1)[0]) < 1e-5

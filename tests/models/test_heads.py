@@ -9,6 +9,7 @@ from tools.small_types import small_model_of
 
 import mhla_hf
 from mhla_hf.models.families import auto_class_of
+from mhla_hf.training.loop import Stage
 
 HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 CONFIG = {**SIZES, "num_hidden_layers": 2, "num_labels": 3}
@@ -21,7 +22,6 @@ LABELS = {
 
 
 def make(kind, head):
-    """A converted Llama or a model from scratch, with this head."""
     if kind == "scratch":
         return shaken(getattr(mhla_hf, f"MHLA{head}")(scratch_model().config))
     torch.manual_seed(7)
@@ -30,7 +30,6 @@ def make(kind, head):
 
 
 def train(model, **labels):
-    """A few steps; the loss falls."""
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
     for _ in range(4):
         losses.append(model.train()(tokens(2, 20), **labels).loss)
@@ -69,6 +68,8 @@ def test_a_language_models_folder_is_also_a_body_and_a_reward_model(tmp_path):
     assert torch.equal(first(body, ids), first(model.model, ids))
     reward = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
     assert first(reward, ids).shape == (2, 1) and torch.equal(first(reward.model, ids), first(body, ids))
+    with refused("student: got MHLALlamaForSequenceClassification, expected a causal language model", kind=TypeError):
+        mhla_hf.distill(reward, out=tmp_path / "out", data=ids[0], stages=[Stage("a", "lm", 1, 1e-3)])
 
 
 def test_a_configuration_that_is_none_of_mhla_is_refused():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tools import small_models
 from tools.small_types import TYPES, small_model_of
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
@@ -10,12 +11,10 @@ from mhla_hf.models.language.causal_attention import find_causal_attentions
 from mhla_hf.models.language.rotation import SCALED_AFTER, rotation_cos_sin, rotation_layout, unrotate
 
 TOKENS, SHIFT = torch.arange(12)[None], 37
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+SIZES = {**small_models.SIZES, "num_hidden_layers": 2}
 
 
 def scrambled(model):
-    """With weights of norms, and biases, that are not all equal."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -87,14 +86,13 @@ ROTATED["granitemoehybrid"] = [False] * 2
 
 @pytest.mark.parametrize("model_type", [one for one in TYPES if one not in SCALED_AFTER])
 def test_queries_and_keys_of_every_type_forget_their_positions(model_type):
-    """Layers without rotation are known."""
     rotated = check(converted(small_model_of(model_type)))
     assert rotated == ROTATED.get(model_type, rotated)
 
 
 def test_the_scale_of_yarn_is_undone():
     rope = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64}
-    model = converted(LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=512, rope_parameters=rope)))
+    model = converted(LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope)))
     scale = model.model.rotary_emb.attention_scaling
     assert scale > 1.1
     assert check(model) == [True, True]

@@ -34,7 +34,6 @@ def test_the_common_tests_of_transformers(suite):
 
 
 def suites() -> dict[str, type]:
-    """The suites by name; needs the checkout."""
     sys.path.insert(0, CHECKOUT)
     import transformers
     from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester
@@ -86,8 +85,6 @@ def suites() -> dict[str, type]:
         return type(f"{name}Suite", (Suite, CausalLMModelTest, unittest.TestCase), own)
 
     class BertTester:
-        """What the suite asks of an encoder."""
-
         is_training, batch_size, seq_length, hidden_size, num_attention_heads, num_hidden_layers = True, 5, 7, 32, 4, 2
 
         def sizes(self):
@@ -104,8 +101,6 @@ def suites() -> dict[str, type]:
             return self.get_config(), inputs
 
     class VisionTester(BertTester):
-        """What the suite asks of a classifier of images."""
-
         seq_length = 64
 
         def get_config(self):

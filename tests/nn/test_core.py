@@ -68,7 +68,6 @@ def test_padding_may_hold_anything(side, feature_map, impl):
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_output_norm_sees_sums_that_fp16_cannot_hold(impl):
-    """In one pass, and in one that fills a cache with steps after it."""
     form = {"feature_map": "identity", "normalize": False, "output_norm": True}
     settings = MHLASettings(block_size=4, num_blocks=3, impl=impl, **form)
     core = MHLA(settings, num_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, hidden_size=1).half()

@@ -54,7 +54,6 @@ def definition(core, heads, text, grid, text_bias, dtype, rotate):
 
 
 def products(q, k):
-    """Return the inner products of queries and keys, [B, H, T, S]."""
     return torch.einsum("bthk,bshk->bhts", q, k)
 
 

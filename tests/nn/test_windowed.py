@@ -1,4 +1,6 @@
-"""The core by decays, over long texts and in half precision."""
+"""The core by decays, over long texts and in half precision, and that of encoders against its definition."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from tools.ops_cases import distance, generated, strided, windowed_cases
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.nn.core import MHLA
 from mhla_hf.nn.settings import MHLASettings
-from mhla_hf.nn.windowed import DecayMHLA
+from mhla_hf.nn.windowed import DecayMHLA, TwoWayMHLA
+from mhla_hf.ops.windowed.definition import windowed_reference
+from mhla_hf.ops.windowed.inputs import WindowedInputs
 
 SIZES = {"num_heads": 2, "num_kv_heads": 1, "key_dim": 8, "value_dim": 8, "hidden_size": 16}
 
@@ -81,3 +85,37 @@ def test_generated_padding_in_a_cache(case, dense, share):
         assert kept[:, len(columns) - back :].all()
         columns = columns[: len(columns) - back]
         o = o[:, : len(columns)]
+
+
+STARTS, ENDS = (0, 7, 3, 12), (19, 19, 11, 12)  # the last row is all padding
+REAL = torch.stack(
+    [(start <= torch.arange(19)) & (end > torch.arange(19)) for start, end in zip(STARTS, ENDS, strict=True)]
+)
+
+
+@pytest.mark.parametrize(("window", "heads", "groups"), [(1, 4, 2), (2, 2, 2), (3, 4, 1), (6, 2, 1)])
+def test_two_ways_near_by_softmax_and_far_by_decays(window, heads, groups):
+    """Outputs and gradients; the mixing is in fp32."""
+    settings = {"mixing_form": "decay", "windowed": True, "window": window, "sinks": 0, "feature_map": "exp"}
+    core = TwoWayMHLA(
+        MHLASettings(block_size=4, num_decays=2, free_decay=True, **settings),
+        num_heads=heads, num_kv_heads=groups, key_dim=5, value_dim=3, hidden_size=6,
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        core.mixing.balance.uniform_(-1, 1)
+    shapes = ((heads, 5), (groups, 5), (groups, 3))
+    q, k, v = (torch.randn(4, 19, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    o = core(q, k, v, starts=torch.tensor(STARTS), key_mask=REAL, scale=0.5)
+    expected, (decays, balance) = torch.zeros_like(o), core.mixing()
+    for row, (start, end) in enumerate(zip(STARTS, ENDS, strict=True)):
+        if start < end:
+            alone = [x[row : row + 1, start:end] for x in (q, k, v)]
+            form = dataclasses.replace(core.options, scale=0.5)
+            inputs = WindowedInputs(*alone, core.q_map(alone[0]), decays, balance, form)
+            expected[row, start:end] = windowed_reference(inputs, core.k_map(alone[1]))[0]
+    assert distance(o[REAL], expected[REAL]) < 1e-7
+    pull, leaves = torch.randn_like(o), (q, k, v, core.mixing.weight, core.mixing.rate, core.k_map.weight)
+    options = {"allow_unused": True, "materialize_grads": True}
+    grads = [torch.autograd.grad((x * pull)[REAL].sum(), leaves, **options) for x in (o, expected)]
+    for found, wanted in zip(*grads, strict=True):
+        assert distance(found, wanted) < 1e-6 or float(found.abs().max()) == float(wanted.abs().max()) == 0

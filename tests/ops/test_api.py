@@ -112,7 +112,6 @@ def test_output_norm_is_of_the_sum_before_it_is_rounded(dtype, normalize, blocks
 
 @pytest.mark.parametrize("form", ["causal", "grid"])
 def test_autocast_changes_nothing(form):
-    """Forward and backward, both inside the region."""
     options, x = dict(FORMS[form], impl="torch"), tensors(FORMS[form]["blocks"])
     direction = torch.randn(2, 300, 4, 8)
     expected, expected_grads = run(mhla, x, options, direction)

@@ -30,19 +30,6 @@ def test_grid_is_cut_as_numpy_cuts(axes, prefix):
     assert blocks.contiguous == bool((index.diff() >= 0).all())
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (2, 3), (4, 4)])
-@pytest.mark.parametrize("others", [((4, 6),), ((3, 2), (7, 5))])
-def test_further_grids_share_the_blocks_of_the_first(others, counts):
-    blocks = Blocks.grid((5, 7), counts, others=others)
-    assert blocks.counts == tuple(min(sizes) for sizes in zip(counts, (5, 7), *others, strict=True))
-    grids = [Blocks.grid(shape, blocks.counts) for shape in ((5, 7), *others)]
-    assert blocks.index().tolist() == torch.cat([grid.index() for grid in grids]).tolist()
-    assert blocks.sizes() == tuple(map(sum, zip(*(grid.sizes() for grid in grids), strict=True)))
-    assert blocks.length == sum(blocks.sizes()) and blocks.num_blocks == len(blocks.sizes())
-    assert blocks.equal == (len(set(blocks.sizes())) == 1)
-    assert blocks.contiguous == bool((blocks.index().diff() >= 0).all())
-
-
 def test_sequence_has_a_shorter_block_at_its_end():
     blocks = Blocks.sequence(7, 3)
     assert blocks.index().tolist() == [0, 0, 0, 1, 1, 1, 2] and blocks.sizes() == (3, 3, 1)

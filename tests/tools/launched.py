@@ -68,7 +68,6 @@ def fork_launched(place, setup, count, *arguments):
 
 
 def run_main(rank, place, environment, arguments):
-    """Run the command line in a folder, with an environment; see `fork_launched`."""
     os.environ.update(environment)
     os.chdir(place)
     assert main(list(arguments)) == 0
@@ -120,7 +119,6 @@ def fork(function, count, *arguments):
 
 
 def joined(rank, function, count, port, arguments):
-    """Join the process group, and run the function of `fork`."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

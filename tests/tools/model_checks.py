@@ -41,6 +41,23 @@ def checkpointing_changes_nothing(model, loss, close=(1e-4, 1e-6)):
     return gradients[0]
 
 
+def snapshot(model):
+    """Return what a conversion or an adapter changes of a model, besides its outputs."""
+    modules = {
+        name: (type(module), module.training, sorted(vars(module)), list(module._forward_pre_hooks.values()))
+        for name, module in model.named_modules()
+    }
+    states = {name: x.clone() for name, x in model.state_dict().items()}
+    return modules, model.config, str(model.config), states
+
+
+def check_unchanged(model, before):
+    """Check that a model is as it was when `before` was taken by `snapshot`."""
+    modules, config, values, states = snapshot(model)
+    assert modules == before[0] and config is before[1] and values == before[2] and states.keys() == before[3].keys()
+    assert all(torch.equal(x, before[3][name]) for name, x in states.items())
+
+
 @torch.no_grad()
 def one_graph(model, run, *calls, bound=1e-6):
     """Check that `run(model, call)` compiles to one graph, and gives the same output as without compilation."""

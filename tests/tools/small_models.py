@@ -29,7 +29,6 @@ FAMILIES = {
 
 
 def softmax_model(family: str = "llama", **overrides):
-    """Return a softmax model with random weights in eval mode."""
     torch.manual_seed(7)
     name, extra = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **extra, **overrides})
@@ -71,7 +70,6 @@ def shaken(model):
 
 
 def twenty_steps(model, step) -> dict[str, torch.Tensor]:
-    """Take 20 steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, foreach=False)
     losses = []
     for number in range(20):
@@ -89,9 +87,9 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def refused(*words, kind=ValueError):
-    """Check that the block raises an error whose message is one sentence that contains all `words`."""
-    with pytest.raises(kind) as error:
+def refused(*words, kind=ValueError, match=None):
+    """Check that the block raises an error whose message is one sentence that contains all `words` and matches `match`."""
+    with pytest.raises(kind, match=match) as error:
         yield
     text = str(error.value)
     assert all(w in text for w in words), text

@@ -17,7 +17,6 @@ TRAINING = "\n\n".join(topics[name] for name in ("compound", "function", "if", "
 
 
 def small_tokenizer():
-    """Return a byte-level BPE tokenizer with 400 tokens."""
     return make_tokenizer(TRAINING, 400, WINDOW)
 
 
@@ -33,14 +32,12 @@ def small_llama(seed=0, **changes):
 
 
 def save_llama(folder, seed=0, dtype=torch.float32, **changes):
-    """Save a Llama and its tokenizer, and return the folder."""
     small_llama(seed, **changes).to(dtype).save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
     return folder
 
 
 def save_mhla(folder, seed=0, **changes):
-    """Save a converted Llama and its tokenizer, and return the folder."""
     model = mhla_hf.convert(small_llama(seed, **changes), layers="2/3", block_size=32, num_blocks=4, window=2)
     model.save_pretrained(folder)
     small_tokenizer().save_pretrained(folder)
@@ -59,7 +56,6 @@ def color_judge():
 
 
 def make_result(**changes):
-    """Return a record with plausible values."""
     values = {
         "task": "copa", "metric": "acc", "value": 0.5, "stderr": 0.05, "higher_is_better": True, "shots": 0,
         "samples": 100, "limit": None, "task_version": "1.0", "task_hash": "aa", "model": "out/mhla", "revision": None,

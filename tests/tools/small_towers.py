@@ -1,7 +1,9 @@
 """Small vision towers of each family, and small from-scratch classifiers, with fixed random weights."""
 
+import numpy
 import torch
 import transformers
+from PIL import Image
 
 import mhla_hf
 from mhla_hf import MHLAForImageClassification, MHLAVisionConfig
@@ -26,7 +28,6 @@ TOWERS = {
 
 
 def softmax_tower(name: str, **overrides):
-    """Return a softmax tower of transformers with random weights in eval mode."""
     torch.manual_seed(7)
     config, extra = TOWERS[name]
     model = getattr(transformers, name)(getattr(transformers, config)(**{**SIZES, **extra, **overrides}))
@@ -64,6 +65,17 @@ def small_classifier(name: str = "digits", **overrides):
 def images(batch: int = 2, height: int = 32, width: int = 32, channels: int = 3, seed: int = 0) -> torch.Tensor:
     """Return random images: `[batch, channels, height, width]`."""
     return torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def save_photos(root, classes, seed=0, growth=3):
+    """Save noise in a folder per class, `classes` images each, which grow by `growth` pixels, and return `root`."""
+    random = numpy.random.default_rng(seed)
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = random.integers(0, 256, (40 + growth * number, 48, 3), dtype=numpy.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return root
 
 
 def output_of(model, pixels, **arguments):

@@ -50,7 +50,6 @@ TYPES = [family.base for family in LANGUAGE if base_classes(family)]  # of this 
 
 
 def small_model_of(model_type: str):
-    """Return a causal language model of a model type in eval mode."""
     config_class = CONFIG_MAPPING[model_type]
     parameters = inspect.signature(config_class.__init__).parameters
     known = {*parameters, *(config_class.attribute_map or {}), "global_head_dim"}  # Gemma 4 takes it by **kwargs

@@ -67,7 +67,6 @@ def tiny_transformer(family: str, **overrides):
 
 
 def inputs(family: str, size=None, batch: int = 1, seed: int = 0) -> dict:
-    """Return random arguments of a transformer."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):
@@ -108,7 +107,6 @@ def gemma():
 
 
 def t5(model_class=transformers.T5EncoderModel, config_class=transformers.T5Config):
-    """Return a tokenizer of single letters, and a text encoder."""
     torch.manual_seed(1)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
@@ -117,14 +115,12 @@ def t5(model_class=transformers.T5EncoderModel, config_class=transformers.T5Conf
 
 
 def wan_vae():
-    """Return a video autoencoder with 16 latent channels."""
     torch.manual_seed(2)
     kind = {"dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
     return diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, **kind).eval()
 
 
 def image_vae(levels: int = 2):
-    """Return an image autoencoder with 4 latent channels and `levels` resolutions."""
     torch.manual_seed(2)
     kind = {"block_out_channels": (4,) * levels, "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
     down, up = ("DownEncoderBlock2D",) * levels, ("UpDecoderBlock2D",) * levels
@@ -134,7 +130,6 @@ def image_vae(levels: int = 2):
 
 
 def sana_vae():
-    """Return a deep-compression autoencoder with 4 latent channels."""
     torch.manual_seed(2)
     half = {"block_types": ("ResBlock", "EfficientViTBlock"), "block_out_channels": (8, 8), "layers_per_block": (1, 1)}
     half["qkv_multiscales"] = ((), (5,))
@@ -155,7 +150,6 @@ def umt5():
 
 
 def of_parts(pipeline_class, family, vae, text=dict, scheduler=flow):
-    """Return a function that makes a pipeline."""
     return lambda: pipeline_class(**text(), vae=vae(), scheduler=scheduler(), transformer=tiny_transformer(family))
 
 

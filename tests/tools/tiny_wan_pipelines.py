@@ -23,13 +23,11 @@ PROMPTS = ("a cat walks", "a dog")
 
 
 def picture(seed: int) -> Image.Image:
-    """Return an image of noise of the size of a frame."""
     noise = torch.randint(256, (SIZE[1], SIZE[2], 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     return Image.fromarray(noise.numpy())
 
 
 def parts() -> dict:
-    """Return text encoder, autoencoder and scheduler."""
     return {**umt5(), "vae": wan_vae(), "scheduler": flow()}
 
 
@@ -52,7 +50,6 @@ def experts(pipeline_class: type = WanPipeline, **sizes) -> WanPipeline:
 
 
 def single(pipeline_class: type, family: str = "wan", sizes=None, **options):
-    """Return a pipeline of one transformer."""
     return pipeline_class(**parts(), transformer=tiny_transformer(family, **(sizes or {})), **options)
 
 

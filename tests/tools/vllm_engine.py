@@ -64,7 +64,6 @@ def engine(folder, **options):
 
 
 def scheduler_of(llm):
-    """Return the scheduler of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 

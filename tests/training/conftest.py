@@ -5,6 +5,7 @@ import copy
 import json
 import multiprocessing
 import os
+import signal
 import time
 
 import pytest
@@ -19,8 +20,6 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Lab:
-    """What the tests of training share."""
-
     vocab, length = VOCAB, LENGTH
 
     def teacher(self, seed=0, **changes):
@@ -88,6 +87,18 @@ class Lab:
     def newest(self, out):
         names = [path.name for path in out.with_name(f"{out.name}.state").glob("step-*") if ".tmp-" not in path.name]
         return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+    def stop_in(self, monkeypatch, objective, *calls):
+        """From now on, Ctrl-C in the forward passes of a kind of objective with these numbers."""
+        real, seen = objective.forward, []
+
+        def forward(self, *arguments):
+            seen.append(1)
+            if len(seen) in calls:
+                os.kill(os.getpid(), signal.SIGINT)
+            return real(self, *arguments)
+
+        monkeypatch.setattr(objective, "forward", forward)
 
     def start(self, work, until):
         """`work` in a process of its own, until the condition is true; the process, to be killed."""

@@ -11,6 +11,7 @@ from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tools.model_checks import check_unchanged, snapshot
 from tools.small_models import refused, scratch_model, softmax_model, tokens
 
 import mhla_hf
@@ -19,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 
 def trained_adapter(seed=0, model=None, name="default", **lora):
-    """A converted model with LoRA, a few steps in."""
     torch.manual_seed(seed)
     model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8) if model is None else model
     peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=2, **lora), name)
@@ -88,11 +88,12 @@ def test_mhla_modules_alone(tmp_path):
 def test_bad_input(saved, tmp_path):
     with refused("expected a text model with MHLA layers", kind=TypeError):
         mhla_hf.adapter_config(softmax_model())
-
+    with refused("model: got LlamaForCausalLM, expected a", kind=TypeError):
+        mhla_hf.save_adapter(softmax_model(), tmp_path / "new")
     with refused("model: got NoneType, expected a language model", kind=TypeError):
         mhla_hf.load_adapter(None, saved)
     model = softmax_model()
-    state = state_of(model)
+    state = snapshot(model)
     for source, name, said in (
         (tmp_path, "default", "which has no mhla.json, expected"),
         ("nobody/nothing", "default", "source: got 'nobody/nothing', expected a folder or an adapter"),
@@ -102,7 +103,7 @@ def test_bad_input(saved, tmp_path):
     ):
         with refused(said):
             mhla_hf.load_adapter(model, source, name)
-    assert_unchanged(model, state)
+    check_unchanged(model, state)
     for model, said in (
         (softmax_model("qwen3"), "model: got the model type 'qwen3', expected 'llama', the base of "),
         (softmax_model(num_hidden_layers=5), "model: got num_hidden_layers 5, expected 3, as the base of "),
@@ -218,30 +219,16 @@ UNFIT = {
 }  # fmt: skip
 
 
-def state_of(model):
-    """Everything that loading an adapter changes."""
-    modules = [(name, id(module), type(module)) for name, module in model.named_modules()]
-    weights = {name: x.clone() for name, x in model.state_dict().items()}
-    return modules, model.config.to_dict(), type(model.config), weights
-
-
-def assert_unchanged(model, state):
-    *before, weights_before = state
-    *after, weights = state_of(model)
-    assert before == after and weights.keys() == weights_before.keys()
-    assert all(torch.equal(x, weights_before[name]) for name, x in weights.items())
-
-
 @pytest.mark.parametrize("case", UNFIT)
 def test_an_adapter_that_does_not_fit_changes_nothing(case, saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     edit, *words = UNFIT[case]
     edited(tmp_path, **edit)
     model = softmax_model()
-    state = state_of(model)
+    state = snapshot(model)
     with refused(f"source: got '{tmp_path}'", *words):
         mhla_hf.load_adapter(model, tmp_path)
-    assert_unchanged(model, state)
+    check_unchanged(model, state)
 
 
 def test_what_cannot_be_loaded_is_not_saved(tmp_path):

@@ -1,13 +1,15 @@
-"""The loop: a run stopped at any moment ends as the one that was not, its record, its dtypes, and when it waits."""
+"""The loop: a run stopped at any moment ends as the one that was not, its record, its dtypes, and several processes."""
 
 import copy
 import itertools
+import json
 import os
 import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState, debug_launcher
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tools.tiny_pipelines import PIPELINES, generate
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import mhla_hf
 from mhla_hf.training.recipe import DiffusionStage
 from mhla_hf.training.run import Interrupt, Run
-from mhla_hf.training.tasks import language
+from mhla_hf.training.tasks.language import LanguageObjective
 
 HALF, FULL = torch.bfloat16, torch.float32
 
@@ -30,23 +32,9 @@ def run(lab, out, **changes):
 
 @pytest.fixture(scope="module")
 def whole(lab, tmp_path_factory):
-    """The uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "out"
     run(lab, out)
     return lab.weights(out), lab.history(out)
-
-
-def stopping(monkeypatch, *calls):
-    """From now on, Ctrl-C in the forward passes with these numbers."""
-    real, seen = language.LanguageObjective.forward, []
-
-    def forward(self, *arguments):
-        seen.append(1)
-        if len(seen) in calls:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(language.LanguageObjective, "forward", forward)
 
 
 def test_kill_again_and_again_and_go_on(lab, whole, tmp_path):
@@ -66,7 +54,7 @@ def test_kill_again_and_again_and_go_on(lab, whole, tmp_path):
 def test_ctrl_c_leaves_a_state_and_the_same_object_goes_on(lab, whole, tmp_path, monkeypatch):
     """Trained half way, as in a notebook."""
     out, student, before = tmp_path / "out", lab.dropped(), signal.getsignal(signal.SIGINT)
-    stopping(monkeypatch, 13)
+    lab.stop_in(monkeypatch, LanguageObjective, 13)
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 13 of 20, saved in .*out\.state"):
         run(lab, out, student=student, save_every=100)
     assert signal.getsignal(signal.SIGINT) is before
@@ -80,7 +68,7 @@ def test_the_first_steps_say_how_long_all_stages_take(lab, tmp_path, monkeypatch
     """Each step takes an hour, so that a CPU hears of its recipe, too."""
     hours = itertools.count()
     monkeypatch.setattr("mhla_hf.training.run.time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours)))
-    stopping(monkeypatch, 5)
+    lab.stop_in(monkeypatch, LanguageObjective, 5)
     with pytest.raises(KeyboardInterrupt):
         lab.distill(tmp_path / "out", stages=lab.stages(10_000), progress=True, log_every=4)
     shown = capsys.readouterr().err
@@ -103,7 +91,7 @@ def test_ctrl_c_at_the_last_step_still_stops_the_caller_and_a_second_one_at_once
 def test_stream_goes_on_where_it_was(lab, tmp_path, monkeypatch):
     file, results = lab.rows(tmp_path / "text.jsonl"), []
     for name, calls in (("one", ()), ("two", (7, 16))):
-        stopping(monkeypatch, *calls)
+        lab.stop_in(monkeypatch, LanguageObjective, *calls)
         for _ in calls:
             with pytest.raises(KeyboardInterrupt):
                 lab.distill(tmp_path / name, data=file)
@@ -213,3 +201,72 @@ def test_pipelines_in_half_precision(tmp_path):
     loaded = kind.from_pretrained(tmp_path / "out", dtype=HALF, trust_remote_code=True)
     torch.testing.assert_close(loaded.transformer.state_dict(), student.transformer.state_dict(), rtol=0, atol=0)
     assert torch.equal(generate(loaded), generate(student))
+
+
+def train_rows(lab, out, parts):
+    """Four steps of transfer and four of distillation, each of a batch of 8 in parts."""
+    os.environ.pop("FORK_LAUNCHED", None)  # as torchrun's processes are, whose group accelerate would end
+    first, second = lab.stages(4, batch_size=8, grad_accum=parts)
+    second.ce_weight = 0.5
+    teacher = lab.teacher(initializer_range=0.3)
+    lab.distill(out, teacher, lab.student(teacher), data=rows(out), stages=[first, second], log_every=1, save_every=2)
+
+
+def rows(out):
+    """Rows whose labels are unevenly missing, so that processes see different numbers of targets."""
+    file = out.parent / "rows.jsonl"
+    if not file.exists():
+        random = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 64, (300, 48), generator=random)
+        labels = ids.masked_fill(torch.rand(300, 48, generator=random) < torch.rand(300, 1, generator=random), -100)
+        lines = [{"input_ids": a, "labels": b} for a, b in zip(ids.tolist(), labels.tolist(), strict=True)]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def runs(lab, tmp_path_factory):
+    """The run by one process, by one in four parts, and by two processes in two parts each."""
+    place = tmp_path_factory.mktemp("runs")
+    rows(place / "one")
+    train_rows(lab, place / "one", 1)
+    train_rows(lab, place / "parts", 4)
+    debug_launcher(train_rows, (lab, place / "two", 2), num_processes=2)
+    return place
+
+
+@pytest.mark.parametrize("name", ["parts", "two"])
+def test_parts_and_processes_equal_the_big_batch(lab, runs, name):
+    one, other = lab.record(runs / "one"), lab.record(runs / name)
+    assert (one["processes"], other["processes"]) == (1, 2 if name == "two" else 1)
+    for a, b in zip(one["history"], other["history"], strict=True):
+        keys = {"loss", "kl", "ce"} & set(a)
+        assert [a[key] for key in keys] == pytest.approx([b[key] for key in keys], rel=1e-5), (a["stage"], a["step"])
+    weights = [load_file(runs / each / "model.safetensors") for each in ("one", name)]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
+    assert not list(runs.glob("*.state"))
+
+
+def stop(lab, out):
+    """The run, stopped in its seventh step by Ctrl-C in the second process."""
+    real, calls = LanguageObjective.forward, []
+
+    def forward(self, *arguments):
+        calls.append(1)
+        if len(calls) == 13 and PartialState().process_index == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, *arguments)
+
+    LanguageObjective.forward = forward  # in this process, which ends here
+    with pytest.raises(KeyboardInterrupt):
+        train_rows(lab, out, 2)
+
+
+def test_two_processes_go_on_exactly(lab, runs, tmp_path):
+    out = tmp_path / "out"
+    rows(out)
+    debug_launcher(stop, (lab, out), num_processes=2)
+    assert lab.newest(out) == 7
+    debug_launcher(train_rows, (lab, out, 2), num_processes=2)
+    assert lab.weights(out) == lab.weights(runs / "two")
+    assert lab.record(out)["resumed"] == 1

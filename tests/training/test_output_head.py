@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(model_type, values, monkey
         if not chunked:
             step.heads = (None, None)
         student.zero_grad()
-        loss, logs = step(ids, labels, 1 / 50, 1 / 3)
+        loss, logs = step(ids, labels, torch.ones(ids.shape), 1 / 50, 1 / 3)
         (3 * loss).backward()
         assert (step.heads[0] is not None) == chunked
         gradients = {name: x.grad.clone() for name, x in student.named_parameters() if x.grad is not None}
@@ -72,6 +72,6 @@ def test_other_heads_are_taken_whole_and_the_log_says_why(lab, caplog, change, w
     change(student)
     step, ids = LanguageObjective(student, None, lab.lm()[0]), lab.tokens()[:96].view(2, 48)
     caplog.set_level(logging.INFO, "mhla_hf")
-    losses = [step(ids, ids, 1 / 94, 1 / 2)[0] for _ in range(2)]
+    losses = [step(ids, ids, torch.ones(2, 48), 1 / 94, 1 / 2)[0] for _ in range(2)]
     torch.testing.assert_close(losses[0], student(input_ids=ids, labels=ids).loss)
     assert losses[0] == losses[1] and caplog.text.count(words) == 1

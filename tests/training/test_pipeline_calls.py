@@ -6,8 +6,7 @@ import copy
 import pytest
 import torch
 from PIL import Image
-from tools.tiny_bare_pipelines import BARE_ARGUMENTS, BARE_PIPELINES
-from tools.tiny_grid_pipelines import EDIT, GRID_PIPELINES, kontext_pipeline
+from tools.tiny_grid_pipelines import BARE_ARGUMENTS, BARE_PIPELINES, EDIT, GRID_PIPELINES, kontext_pipeline
 from tools.tiny_pipelines import CALLS, PIPELINES, PROMPT, TRANSFORMERS, inputs, tiny_transformer
 from tools.tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, picture
 
@@ -15,7 +14,7 @@ import mhla_hf
 from mhla_hf.conversion.model_family import family_of
 from mhla_hf.training import pipeline_calls
 from mhla_hf.training.denoising import NoiseProcess, call, make_arguments
-from mhla_hf.training.pipeline_calls import CallReader, collate_calls, open_arguments, recorded, sample_calls
+from mhla_hf.training.pipeline_calls import CallReader, collate_calls, open_samples, recorded, sample_calls
 from mhla_hf.training.recipe import DiffusionStage
 
 COMMON = {"batch_size": 2, "sampling_steps": 2, "guidance": 3.0, "size": SIZE}
@@ -31,14 +30,12 @@ def stages(steps=1, **changes):
 
 
 def converted(pipe):
-    """The pipeline, its second layer converted."""
     torch.manual_seed(1)
     layout = (1, 2, 2) if family_of(pipe.transformer).kind.axes == 3 else (2, 2)
     return mhla_hf.convert(pipe, layers=[1], layout=layout)
 
 
 def distill(out, name, steps=1, data=None, pipelines=WAN_PIPELINES, **options):
-    """A Wan pipeline from itself."""
     student, teacher = converted(pipelines[name]()), pipelines[name]()
     options = {"stages": stages(steps), "progress": False, "log_every": 1} | options
     return mhla_hf.distill(student, teacher, out=out, data=data or WAN_DATA[name], **options)
@@ -172,7 +169,6 @@ def test_killed_run_ends_as_the_whole_one(lab, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["i2v", "a14b", "latents", "dit"])
 def test_previews_change_nothing(lab, tmp_path, name):
-    """They are saved and tracked, and training is the same."""
     data = WAN_DATA.get(name)
     is_image = name == "dit"
     if name == "latents":
@@ -208,12 +204,12 @@ def test_a_folder_of_images(tmp_path):
         picture(number).save(folder / f"{number}.png")
     rows = ['{"file_name": "0.png", "prompt": "a cat walks"}', '{"file_name": "1.png", "prompt": "a dog"}']
     (folder / "metadata.jsonl").write_text("\n".join(rows))
-    source = open_arguments(folder)
+    source = open_samples(folder)
     assert [source.rows[number]["prompt"] for number in range(2)] == [row["prompt"] for row in IMAGES]
     assert source.rows[1]["image"].tobytes() == picture(1).tobytes()
     source.check(WAN_PIPELINES["i2v"]())
-    assert open_arguments(copy.deepcopy(IMAGES)).identity == open_arguments(IMAGES).identity
-    one, other = (open_arguments([{"prompt_embeds": torch.full((1, 2), x, dtype=torch.bfloat16)}]) for x in (1, 2))
+    assert open_samples(copy.deepcopy(IMAGES)).identity == open_samples(IMAGES).identity
+    one, other = (open_samples([{"prompt_embeds": torch.full((1, 2), x, dtype=torch.bfloat16)}]) for x in (1, 2))
     assert one.identity != other.identity
 
 
@@ -262,7 +258,7 @@ def test_rows_of_a_batch_have_calls_of_one_kind():
     """In an order of times that differs from row to row; every call is read once."""
     kinds = [{"height": 1}, {"height": 2}, {"height": 1, "mask": torch.ones(1)}]
     calls = [{"timestep": torch.tensor([time]), **kind} for time in range(4) for kind in kinds]
-    reader = CallReader(lambda _row, seed: [*calls], open_arguments(["a", "b"]), (0, 0), None)
+    reader = CallReader(lambda _row, seed: [*calls], open_samples(["a", "b"]), (0, 0), None)
     seen, orders = [], set()
     for _ in range(12):
         batch = reader.take(2, slice(0, 2))

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from tools.small_models import refused
 
 import mhla_hf
 from mhla_hf.models.diffusion.dit_transformer import dit_preset
 from mhla_hf.models.language.configuration import MHLAConfig
 from mhla_hf.nn.settings import MHLASettings
-from mhla_hf.training.recipe import DiffusionStage, Stage, make_stages, read_recipe, recipe_names
+from mhla_hf.training.recipe import DiffusionStage, EncoderStage, Stage, make_stages, read_recipe, recipe_names
 
 GOOD = {"name": "a", "loss": "lm", "steps": 10, "lr": 1e-3}
 
@@ -25,7 +26,14 @@ BAD = [
     (Stage, {"loss": "transfer"}, "trainable: got 'all' with loss 'transfer', expected 'mhla' or 'attention'"),
     (Stage, {"loss": "logits", "top_k": 8, "temperature": 2}, "temperature: got 2 with a KL divergence over the most"),
     (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),
+    (Stage, {"lr": 0}, "stage 'a': lr: got 0, expected a number above 0"),
+    (Stage, {"lr": "fast"}, r"lr: got 'fast', expected int \| float"),
+    (Stage, {"ema": 1}, "ema: got 1, expected a number of at least 0 and below 1"),
+    (Stage, {"steps": True}, "steps: got True, expected int"),
+    (EncoderStage, {"loss": "lm"}, r"stage 'a': loss: got 'lm', expected one of \['transfer', 'embeddings'\]"),
     (Stage, [], "stages: got .., expected a list of Stage or of mappings, at least one"),
+    (Stage, ["lm"], "stage 1: got 'lm', expected a mapping"),
+    (Stage, [{"name": "a", "loss": "lm", "steps": 1}], "lr: got nothing, expected a value"),
     (Stage, [GOOD, GOOD], "stages: got the names 'a', 'a', expected different ones"),
 ]
 
@@ -34,9 +42,8 @@ BAD = [
 def test_bad_stage(kind, change, words):
     if isinstance(change, dict):
         change = [GOOD | {"loss": "lm" if kind is Stage else "prediction"} | change]
-    with pytest.raises(ValueError, match=words) as caught:
+    with refused(match=words):
         make_stages(change, kind)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_recipe_of_a_file(tmp_path):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tools.small_models import refused
 from transformers import AutoModelForCausalLM
 
 from mhla_hf.training import run_folder
@@ -33,7 +34,6 @@ def runs(lab, tmp_path_factory):
 
 @pytest.fixture
 def stopped(runs, tmp_path):
-    """A copy of the stopped run; its states."""
     shutil.copytree(runs / "stopped.state", tmp_path / "out.state")
     return tmp_path / "out.state"
 
@@ -128,6 +128,8 @@ def test_out_that_is_something_else_or_cannot_be_written(lab, tmp_path, monkeypa
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(content)
     before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TypeError, match="out: got NoneType, expected the path of a folder to create"):
+        lab.train(None)
     for out, words in (
         ("text", "holds other files, expected a new or empty folder"),
         ("half", "train.json: expected a JSON object"),
@@ -136,9 +138,8 @@ def test_out_that_is_something_else_or_cannot_be_written(lab, tmp_path, monkeypa
     ):
         if out == "new":
             monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=4 * size - 1))
-        with pytest.raises(ValueError, match=words) as caught:
+        with refused(match=words):
             lab.train(tmp_path / out)
-        assert "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "text/letter.txt").read_text() == "mine"
 
 
@@ -148,11 +149,10 @@ def test_disk_full_on_the_way(lab, stopped):
     resource.setrlimit(resource.RLIMIT_FSIZE, (110_000, before[1]))
     said = r"out: got '.*out', where a state cannot be written \(the disk is full, or .*; earlier states are intact\)"
     try:
-        with pytest.raises(OSError, match=said) as caught:
+        with refused(match=said, kind=OSError):
             go_on(lab, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "\n" not in str(caught.value)
     assert not out.exists() and not list(out.parent.rglob("*tmp-*")) and lab.newest(out) == 8
     out.mkdir()  # an empty folder may be there
     go_on(lab, out)

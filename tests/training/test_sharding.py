@@ -26,7 +26,6 @@ run: {save_every: 3, log_every: 2}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A softmax model, a text, and recipes of 28 and of 7 steps."""
     place = tmp_path_factory.mktemp("launched")
     save_llama(place / "llama")
     (place / "text.txt").write_text(TRAINING)

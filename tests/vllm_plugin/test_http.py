@@ -70,7 +70,6 @@ def wait_for(server, address):
 
 
 def ask(address, path, **body):
-    """Return the body of the answer to a POST request."""
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{address}/v1/{path}", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:

@@ -149,17 +149,6 @@ def test_requests_in_reused_pages_are_as_alone(kind, heads_per_page):
     assert len(errors) > 200 and errors.max() < 1e-9
 
 
-@torch.no_grad()
-def test_a_chunk_of_one_token_after_decoding():
-    """A prompt's last chunk may have one token, also where it opens a block; decoding keeps no pending summary."""
-    requests = Requests(make_core(**KINDS["defaults"]), 1)
-    requests.held = {0: (requests.free.pop(), [])}
-    requests.prefill(0, 13)
-    for number in range(30):
-        requests.prefill(0, 1) if number % 4 == 3 else requests.decode([0])  # tokens 16, 20, .. open blocks of 4
-    assert max((o - e).abs().max() for o, e in zip(requests.held[0][1], requests.expected(0), strict=False)) < 1e-9
-
-
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter")
 @torch.no_grad()
 @pytest.mark.parametrize("kind, heads_per_page", [("defaults", 1), ("several decays", 2), ("no normalizer", 1)])

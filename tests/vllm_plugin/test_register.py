@@ -112,9 +112,7 @@ def vllm_config(**changes):
     [
         ("tensor_parallel_size", 3),
         ("pipeline_parallel_size", 2),
-        ("decode_context_parallel_size", 2),
         ("lora_config", object()),
-        ("speculative_config", object()),
         ("kv_transfer_config", object()),
         ("cache_dtype", "fp8"),
     ],

@@ -1,7 +1,6 @@
 """Spreads the tokens of a video over processes, by diffusers' context parallelism (Wan).
 
-diffusers splits the tokens row by row, so that nearly every process would have tokens of nearly every block. Here they are
-split in the order of their blocks: a process has few blocks, and MHLA layers exchange the sums of these.
+Tokens are split in the order of their blocks, not row by row as in diffusers, so that a process has few blocks.
 """
 
 import inspect
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...ops.blocks import Blocks
@@ -21,7 +20,7 @@ class ReduceScatter(torch.autograd.Function):
     """Sums x [P * N, ..] over P processes and returns this process's part [N, ..]: `ReduceScatter.apply(x, group)`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         part = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
         dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
@@ -29,17 +28,14 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         gathered = grad.new_empty(len(grad) * dist.get_world_size(ctx.group), *grad.shape[1:])
         dist.all_gather_into_tensor(gathered, grad.contiguous(), group=ctx.group)
         return gathered, None
 
 
 def shard_of_grid(config: Any, grid: Any) -> dict[str, Any]:
-    """Return the arguments of `sharded_mhla` that define which tokens this process has.
-
-    Shards have equal length. With diffusers' `ulysses_anything` or `ring_anything`, the first ones may be longer by one.
-    """
+    """Return the arguments of `sharded_mhla` that define which tokens this process has; longer shards come first."""
     parallel = config.context_parallel_config
     group = parallel._flattened_mesh.get_group()
     num_processes, num_tokens = dist.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
@@ -55,10 +51,7 @@ def shard_of_grid(config: Any, grid: Any) -> dict[str, Any]:
 
 
 class TokenShards:
-    """Selects this process's tokens for the blocks of Wan and restores the order of all tokens at the end, by forward hooks.
-
-    It is an object rather than closures so that a copy of the model gets hooks with the state of the copy.
-    """
+    """Forward hooks that select this process's tokens for the blocks of Wan; an object, so that a copied model copies it."""
 
     def __init__(self, model: Any):
         self.state, self.layout, self.config = model.mhla_state, model.config.mhla["layout"], model._parallel_config
@@ -69,11 +62,10 @@ class TokenShards:
         model.blocks[0].register_forward_pre_hook(self.before_blocks)
         model.proj_out.register_forward_hook(self.after_output)
 
-    def order(self, grid: Any, device: torch.device) -> torch.Tensor:
-        """Return the indices of all tokens in block order, int64 [T]."""
+    def order(self, grid: Any, device: torch.device) -> Tensor:
         return Blocks.grid(grid, self.layout).index(device).argsort(stable=True)
 
-    def local_tokens(self, x: torch.Tensor, grid: Any) -> torch.Tensor:
+    def local_tokens(self, x: Tensor, grid: Any) -> Tensor:
         """Select this process's T' of all T tokens: x [B, T, ..] -> [B, T', ..]."""
         shard = shard_of_grid(self.config, grid)
         first, end = shard["edges"][shard["rank"] :][:2]
@@ -87,12 +79,12 @@ class TokenShards:
             bound.arguments["timestep"] = self.local_tokens(bound.arguments["timestep"], grid)
         return bound.args[1:], bound.kwargs
 
-    def after_rope(self, _module: nn.Module, _args: Any, rotations: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def after_rope(self, _module: nn.Module, _args: Any, rotations: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(self.local_tokens(x, self.state.grid) for x in rotations)
 
     def before_blocks(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return self.local_tokens(args[0], self.state.grid), *args[1:]
 
-    def after_output(self, _module: nn.Module, _args: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def after_output(self, _module: nn.Module, _args: Any, tokens: Tensor) -> Tensor:
         """Restore the order of all tokens, which diffusers has gathered."""
         return tokens.index_select(1, self.order(self.state.grid, tokens.device).argsort())

@@ -1,10 +1,7 @@
 """Transformers of diffusers that need no code of their own, such as `MHLAWanTransformer3DModel`; made on first use.
 
-In Wan and other video models (section 5.3), the rotary embedding rotates the features, after the map, and an RMSNorm per
-head replaces the denominator (section 4.1). The paper's 150 blocks are the layout (3, 5, 10). The control blocks of VACE,
-and Latte's attention between frames, stay softmax. SkyReels-V2 takes whole videos only. In LTX-2 and Kandinsky 6, the
-self-attention of the video stream becomes MHLA. Sana has linear attention already, and computes the same with uniform
-mixing.
+The control blocks of VACE and Latte's attention between frames stay softmax. SkyReels-V2 takes whole videos only. In LTX-2
+and Kandinsky 6, the self-attention of the video stream becomes MHLA. Sana has linear attention already: uniform mixing.
 """
 
 import functools

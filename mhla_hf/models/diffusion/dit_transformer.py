@@ -1,8 +1,7 @@
 """DiT with MHLA in its self-attention (section 5.2): converted, or from scratch in the sizes S, B, L, and XL.
 
 DiG (table 3, arXiv 2405.18428) is DiT with other blocks: narrow q and k, gate, norm per head, SwiGLU, and a local
-convolution. Its gated linear attention is causal, so that it changes the order of tokens from block to block; MHLA sees the
-whole grid.
+convolution. MHLA sees the whole grid in place of its causal attention, which reorders tokens from block to block.
 """
 
 import re
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from diffusers import DiTTransformer2DModel
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
-from torch import nn
+from torch import Tensor, nn
 
 from ...nn.grid import GridConv
 from ...nn.settings import MHLASettings
@@ -25,7 +24,7 @@ DIG_SETTINGS = {"gate": True, "output_norm": True, "normalize": False}
 
 
 class LocalConv(GridConv):
-    """A depthwise 3x3 convolution of the tokens of a grid, initially the identity, without a residual connection."""
+    """A depthwise 3x3 convolution of the tokens of a grid, initially the identity."""
 
     def __init__(self, width: int):
         super().__init__(width, 3)
@@ -40,7 +39,7 @@ class LocalConv(GridConv):
 class DiGBlock(BasicTransformerBlock):
     """A block of DiT, changed by `become_dig_block`, followed by a local convolution."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.local(super().forward(*args, **kwargs), self.grid_state.grid)
 
 
@@ -64,13 +63,12 @@ def dit_preset(name: str) -> dict[str, Any]:
     """Return the arguments of a model for "DiT-" or "DiG-", a size (S, B, L, XL), and a patch size: "DiT-S/2"."""
     match = re.fullmatch(r"(DiT|DiG)-(S|B|L|XL)/([248])", name)
     if match is None:
-        expected = "DiT- or DiG-, S, B, L or XL and /2, /4 or /8, such as 'DiT-S/2'"
+        expected = "DiT- or DiG-, S, B, L or XL, and /2, /4 or /8, such as 'DiT-S/2'"
         raise ValueError(f"preset: got {name!r}, expected {expected}.")
     kind, size, patch = match.groups()
     depth, width, heads = DIT_SIZES.get(f"{kind}-{size}") or DIT_SIZES[size]
-    dig = {"dig_block": True} if kind == "DiG" else {}
     sizes = {"num_layers": depth, "num_attention_heads": heads, "attention_head_dim": width // heads}
-    return {**dig, **sizes, "patch_size": int(patch)}
+    return {**sizes, "patch_size": int(patch), "dig_block": kind == "DiG"}
 
 
 class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
@@ -161,7 +159,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
         nn.init.zeros_(self.proj_out_1.weight)
         nn.init.zeros_(self.proj_out_2.weight)
 
-    def token_grid(self, hidden_states: torch.Tensor, **arguments: Any) -> tuple[int, ...]:
+    def token_grid(self, hidden_states: Tensor, **arguments: Any) -> tuple[int, ...]:
         """Return rows and columns of tokens; raise ValueError unless they are a square, as diffusers' DiT assumes."""
         grid = super().token_grid(hidden_states, **arguments)
         if grid[0] != grid[1]:

@@ -6,31 +6,28 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..families import AttentionKind
 
 # Cosines and sines, broadcastable to [B, T, H, K], and the distance of the two channels of a pair.
-RotaryAngles = tuple[torch.Tensor, torch.Tensor, int]
+RotaryAngles = tuple[Tensor, Tensor, int]
 GRID_AXES = ("frames", "height", "width")
 # Attributes of transformers that hold their blocks, in the order in which these run.
 BLOCK_LISTS = ("joint_transformer_blocks", "transformer_blocks", "blocks", "single_transformer_blocks")
 
 
 class AttentionParts(NamedTuple):
-    """The modules of a self-attention, whose names differ among the transformers of diffusers.
-
-    `outputs` come after the attention, in order; `fused` names the projection that replaces three in `fuse_qkv_projections`.
-    """
+    """The modules of a self-attention, whose names differ among the transformers of diffusers."""
 
     to_q: nn.Linear
     to_k: nn.Linear
     to_v: nn.Linear
     norm_q: nn.Module | None
     norm_k: nn.Module | None
-    outputs: tuple[nn.Module, ...]
+    outputs: tuple[nn.Module, ...]  # that come after the attention, in order
     num_heads: int
-    fused: str = "to_qkv"
+    fused: str = "to_qkv"  # name of the projection that replaces three in `fuse_qkv_projections`
 
 
 def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
@@ -43,7 +40,7 @@ def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
         inputs = (attn.to_query, attn.to_key, attn.to_value, attn.query_norm, attn.key_norm)
         return AttentionParts(*inputs, (attn.out_layer,), attn.num_heads)
     inputs = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-    # If attention and MLP share an output projection, it belongs to the block.
+    # An output projection that attention and MLP share is the block's.
     return AttentionParts(*inputs, tuple(getattr(attn, "to_out", None) or ()), attn.heads)
 
 
@@ -72,9 +69,7 @@ def find_self_attentions(model: Any) -> list[Any]:
     return attentions
 
 
-def project_heads(
-    attn: Any, hidden_states: torch.Tensor, head_norm: bool, text: bool = False
-) -> tuple[torch.Tensor, ...]:
+def project_heads(attn: Any, hidden_states: Tensor, head_norm: bool, text: bool = False) -> tuple[Tensor, ...]:
     """Project [B, T, C] to normed q, k, and v [B, T, H, K or V]. With `head_norm`, norms apply to each head by itself."""
     parts = attention_parts(attn, text)
     projections = (parts.to_q, parts.to_k, parts.to_v)
@@ -105,11 +100,9 @@ def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
         if rotary[0].shape[-1] == 1:
             return *rotary, 1
     if form == "complex":  # [1, 1, T, K / 2], the same for q and k, for pairs of neighbors (AnyFlow)
-        angles = rotary["query"].transpose(1, 2)  # [1, T, 1, K / 2]
-        rotary = angles.real, angles.imag
+        rotary = torch.view_as_real(rotary["query"].transpose(1, 2)).unbind(-1)  # [1, T, 1, K / 2]
     if form == "complex streams":  # image [T, K / 2] and text [S, K / 2], for pairs of neighbors (Qwen-Image)
-        angles = torch.cat([rotary[1], rotary[0]])[:, None]  # [S + T, 1, K / 2]
-        rotary = angles.real, angles.imag
+        rotary = torch.view_as_real(torch.cat([rotary[1], rotary[0]])[:, None]).unbind(-1)  # [S + T, 1, K / 2]
     cos, sin = rotary
     if form in ("half heads", "matrices", "complex", "complex streams"):  # [T, H, K / 2] of neighbors (Mochi)
         return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1), 1
@@ -124,7 +117,7 @@ def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
     return cos, sin, cos.shape[-1] // 2 if form == "halves" else 1
 
 
-def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ...]:
+def grid_of_positions(positions: Tensor, num_tokens: int) -> tuple[Any, ...]:
     """Return rows and columns from the positions [T or B, T, 3 or 4] of tokens (Flux), of several images a tuple each."""
     places = positions.reshape(-1, num_tokens, positions.shape[-1])[0, :, 1:3].long().cpu()
     first_tokens = (places == 0).all(-1).nonzero().flatten().tolist()
@@ -132,7 +125,7 @@ def grid_of_positions(positions: torch.Tensor, num_tokens: int) -> tuple[Any, ..
     grids = tuple((int(image[-1, 0]) + 1, int(image[-1, 1]) + 1) for image in images)
     for image, grid in zip(images, grids, strict=True):
         if not torch.equal(image, torch.cartesian_prod(*map(torch.arange, grid))):
-            expected = "the rows and columns of each image in row-major order, beginning with (0, 0)"
+            expected = "the rows and columns of each image in row-major order, from (0, 0) on"
             raise ValueError(f"img_ids: got {num_tokens} positions in another order, expected {expected}.")
     return grids if len(grids) > 1 else grids[0]
 
@@ -147,11 +140,8 @@ def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
     return grids if len(grids) > 1 else grids[0]
 
 
-def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the number of tokens along each axis of the grid; for several images, a tuple of these.
-
-    `latents` have the axes that `kind.latents` names, `arguments` are the others of the transformer's forward.
-    """
+def read_grid(kind: AttentionKind, config: Any, latents: Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the number of tokens along each axis of the grid, or one tuple per image, from a forward's arguments."""
     if kind.positions:
         read: Any = grid_of_positions if kind.positions == "img_ids" else grid_of_shapes
         return read(arguments[kind.positions], latents.shape[1])
@@ -171,7 +161,6 @@ def read_grid(kind: AttentionKind, config: Any, latents: torch.Tensor, arguments
         argument = f"num_{name}" if name == "frames" else name
         side = sizes[name] if name in sizes else arguments.get(argument)
         if side is None:
-            expected = "the size of the latents, without which the grid of tokens is not known"
-            raise ValueError(f"{argument}: got None, expected {expected}.")
+            raise ValueError(f"{argument}: got None, expected the size of the latents, which gives the grid of tokens.")
         grid.append(side // step)
     return tuple(grid)

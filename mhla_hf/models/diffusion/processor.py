@@ -1,8 +1,4 @@
-"""The attention processors of MHLA layers in transformers of diffusers, and the grid of tokens that they read.
-
-Attention modules of diffusers do not know the grid of their tokens: the model's `forward` writes it to a `GridState`, for
-its processors.
-"""
+"""The attention processors of MHLA layers in transformers of diffusers, and the grid of tokens that they read."""
 
 import functools
 import inspect
@@ -13,7 +9,7 @@ from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
-from torch import nn
+from torch import Tensor, nn
 
 from ...nn.core import CORE_LOG, softmax_attention
 from ...nn.grid import rotate_both
@@ -22,32 +18,25 @@ from ..families import AttentionKind
 from .context_parallel import shard_of_grid
 from .inputs import attention_parts, project_heads, read_rotary
 
-# Of SageAttention. A tuple of members, because torch.compile cannot look into their names.
+# A tuple of members, because torch.compile cannot look into their names.
 EIGHT_BIT_BACKENDS = tuple(backend for backend in AttentionBackendName if "sage" in backend.value)
 
 
 @functools.cache
 def warn_of_backend(backend: AttentionBackendName) -> None:
-    """Say once per process that PyTorch takes the place of a backend."""
     message = "mhla_hf: attention backend %r rounds queries to 8 bits; PyTorch computes the softmax beside a text."
     CORE_LOG.warning(message, backend.value)
 
 
 class GridState(threading.local):
-    """The grid of the forward pass that runs in the current thread, shared by a model and all of its processors.
+    """The grid of the current thread's forward pass, which a model's `forward` writes for its processors."""
 
-    `grid` is the number of tokens per axis, for each image if there are several, and None outside of a forward pass.
-    `uses_base` says whether MHLA layers attend as the base does (`use_base_attention`).
-    """
-
-    def __init__(self) -> None:
-        # `threading.local` calls this once in every thread.
-        self.grid: tuple[Any, ...] | None = None
-        self.uses_base = False
+    def __init__(self) -> None:  # once in every thread
+        self.grid: tuple[Any, ...] | None = None  # tokens per axis, or a tuple per image; None between forward passes
+        self.uses_base = False  # whether MHLA layers attend as the base does (`use_base_attention`)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Make copies and pickles start without a grid, because a copied model is not in the middle of a forward pass."""
-        return type(self), ()
+        return type(self), ()  # a copied or pickled model is in no forward pass
 
     def current_grid(self) -> tuple[Any, ...]:
         if self.grid is None:
@@ -56,7 +45,7 @@ class GridState(threading.local):
         return self.grid
 
     def run(self, grid: tuple[Any, ...] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function with `grid` as the current grid; the previous one is restored even after an exception."""
+        """Call a function with `grid` as the current grid."""
         if grid == self.grid:
             return function(*args, **kwargs)
         previous, self.grid = self.grid, grid
@@ -67,10 +56,7 @@ class GridState(threading.local):
 
 
 class GridCheckpoint:
-    """A gradient checkpointing function that recomputes each block with the grid of its forward pass.
-
-    It is an object rather than a closure so that a copy of the model, such as EMA makes, refers to the state of the copy.
-    """
+    """Recomputes each block with the grid of its forward pass; an object, so that a copied model refers to its own state."""
 
     def __init__(self, state: GridState, function: Callable[..., Any]):
         self.state = state
@@ -81,20 +67,15 @@ class GridCheckpoint:
 
 
 class GridAttnProcessor(nn.Module):
-    """Base class of attention processors with an MHLA core.
+    """Base class of attention processors with an MHLA core, or with `base_processor` while `state.uses_base` is set.
 
-    All parameters are in its one child, `mhla`, so that offloading, which hooks the calls of modules, moves every weight.
-    `base_processor` attends instead while `state.uses_base` is set.
+    All parameters are in the one child, `mhla`, because offloading hooks the calls of modules.
     """
 
     _parallel_config: Any = None  # diffusers writes its context-parallel configuration here
 
     def __init_subclass__(cls) -> None:
-        """Make the `__call__` of a class with a `forward`: the base's processor runs while `state.uses_base` is set.
-
-        It has the signature of `forward`, because diffusers passes only the arguments that it finds there. Positional ones
-        are the same for both processors; of the named ones, the base gets those that it has.
-        """
+        """Make `__call__` with the signature of `forward`: diffusers passes only the arguments that it finds there."""
         if "forward" not in vars(cls):
             return
 
@@ -114,7 +95,7 @@ class GridAttnProcessor(nn.Module):
         self.set_base_processor(base_processor)
 
     def set_base_processor(self, processor: Any) -> None:
-        """Set the processor of the base, which must have no weights: those would be part of this one's state dict."""
+        """Set the processor of the base, which must have no weights: they would be in this one's state dict."""
         self.base_processor = processor
         self.base_arguments = frozenset(inspect.signature(processor.__call__).parameters)
 
@@ -125,25 +106,23 @@ class MHLAAttnProcessor(GridAttnProcessor):
     def forward(
         self,
         attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         rotary_emb: Any = None,
         key_rotary_emb: None = None,
         *,
         image_rotary_emb: Any = None,
         sparse_params: dict[str, Any] | None = None,
-        perturbation_mask: torch.Tensor | None = None,
+        perturbation_mask: Tensor | None = None,
         all_perturbed: Any = None,
         rotary_emb_kv: Any = None,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend over the whole grid: [B, T, C] -> [B, T, C]; fp16 outputs are clipped to the finite range of fp16.
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over the whole grid, or this process's tokens of it: [B, T, C] -> [B, T, C].
 
-        With context parallelism, the tokens are those of this process. `input_norm` of the module is applied first (the
-        authors' DiT), `to_gate_logits` gates the heads (LTX-2). `perturbation_mask` [B, 1, 1] is the fraction of attention
-        in the output, which is v where this is 0 (LTX-2); `all_perturbed` tells whether all of it is. In self-attention,
-        `key_rotary_emb` is None, and `rotary_emb_kv` is `rotary_emb`.
+        `perturbation_mask` [B, 1, 1] is the fraction of attention in the output, the rest is v; `all_perturbed` says whether
+        all of it is 0 (LTX-2). In self-attention, `key_rotary_emb` is None, and `rotary_emb_kv` is `rotary_emb`.
         """
         rotary_emb = image_rotary_emb if rotary_emb is None else rotary_emb
         if encoder_hidden_states is not None:
@@ -151,8 +130,8 @@ class MHLAAttnProcessor(GridAttnProcessor):
         if attention_mask is not None or attn_mask is not None:
             raise ValueError("attention_mask: got a tensor, expected None: MHLA layers see the whole grid.")
         if sparse_params is not None:
-            reason = 'set attention_type to "regular" in the config, because MHLA layers need tokens in grid order'
-            raise ValueError(f"sparse_params: got a dictionary, expected None: {reason}.")
+            expected = 'None: set attention_type to "regular" in the config, since MHLA needs tokens in grid order'
+            raise ValueError(f"sparse_params: got a dictionary, expected {expected}.")
         grid = self.state.current_grid()
         if hasattr(attn, "input_norm"):
             hidden_states = attn.input_norm(hidden_states)
@@ -169,11 +148,10 @@ class MHLAAttnProcessor(GridAttnProcessor):
         o = o.flatten(2)
         for module in attention_parts(attn).outputs:
             o = module(o)
-        # Sana's own processor clips to the range of fp16, too.
-        return o.clip(-65504, 65504) if o.dtype == torch.float16 else o
+        return o.clip(-65504, 65504) if o.dtype == torch.float16 else o  # as Sana's own processor
 
 
-ProjectedHeads = tuple[torch.Tensor, ...]  # q, k, and v
+QKV = tuple[Tensor, ...]
 
 
 class TextGridAttnProcessor(GridAttnProcessor):
@@ -182,18 +160,9 @@ class TextGridAttnProcessor(GridAttnProcessor):
     _attention_backend: Any = None  # `set_attention_backend` of diffusers writes it here; None is that of the process
 
     def softmax(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        """Compute `softmax_attention` by diffusers' attention backend.
-
-        Those of SageAttention round queries to 8 bits, which the score that `softmax_beside_key` appends does not survive:
-        PyTorch computes in their place.
-        """
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Compute `softmax_attention` by diffusers' attention backend, unless it rounds what `softmax_beside_key` adds."""
         backend = self._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
         if backend in EIGHT_BIT_BACKENDS:
             if not torch.compiler.is_compiling():
@@ -210,23 +179,15 @@ class TextGridAttnProcessor(GridAttnProcessor):
         return num_text
 
     def attend(
-        self,
-        heads: ProjectedHeads,
-        text_heads: ProjectedHeads,
-        mask: torch.Tensor | None,
-        rotary_emb: Any,
-        hidden_states: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate and attend; return the outputs of the grid [B, T, H * V] and of the text [B, S, H * V].
-
-        `mask` has a form that `text_masks` reads. `rotary_emb` is that of the text and then the grid, or of the grid alone.
-        """
+        self, heads: QKV, text_heads: QKV, mask: Tensor | None, rotary_emb: Any, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate and attend; return the outputs of the grid [B, T, H * V] and of the text [B, S, H * V]."""
         text_q, text_k, text_v = text_heads
         num_grid, num_text, rotate = hidden_states.shape[1], text_q.shape[1], None
         if rotary_emb is not None:
             cos, sin, distance = read_rotary(self.rotary, rotary_emb, text_q.shape[2])
             rotate = functools.partial(rotate_both, angles=(cos[-num_grid:], sin[-num_grid:], distance))
-            if len(cos) > num_grid:
+            if len(cos) > num_grid:  # else the angles are those of the grid alone
                 text_q, text_k = rotate_both(text_q, text_k, (cos[:num_text], sin[:num_text], distance))
         text = TextTokens(text_q, text_k, text_v, *text_masks(mask, num_text, num_grid, self.text_last))
         grid = self.state.current_grid()
@@ -236,27 +197,23 @@ class TextGridAttnProcessor(GridAttnProcessor):
 
 
 class JointAttnProcessor(TextGridAttnProcessor):
-    """Attention processor of layers with separate projections of q, k, and v. See `GridAttnProcessor` for arguments."""
+    """Processor of layers with separate projections of q, k, and v."""
 
     def forward(
         self,
         attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         image_rotary_emb: Any = None,
         *,
-        encoder_hidden_states_mask: torch.Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
         ip_hidden_states: Any = None,
     ) -> Any:
-        """Attend over the text [B, S, C'] and the grid [B, T, C], which come and return as a pair or in one sequence.
-
-        `attn` has the projections, and `add_q_proj` and others if those of the text are its own.
-        """
+        """Attend over the text [B, S, C'] and the grid [B, T, C], which come and return as a pair or in one sequence."""
         if ip_hidden_states is not None:
             raise ValueError("ip_hidden_states: got image prompts, expected None: MHLA layers have no IP-Adapter.")
         mask = attention_mask if encoder_hidden_states_mask is None else encoder_hidden_states_mask
-        self.state.current_grid()  # without one, nothing is computed
         is_single = encoder_hidden_states is None
         if encoder_hidden_states is None:
             num_text = self.count_text(hidden_states.shape[1])
@@ -275,12 +232,8 @@ class FusedJointAttnProcessor(TextGridAttnProcessor):
     """Processor of layers that project q, k, v, and the MLP at once (the single blocks of Flux 2)."""
 
     def forward(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> torch.Tensor:
+        self, attn: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, image_rotary_emb: Any = None
+    ) -> Tensor:
         """Attend over the text and the whole grid, and apply the MLP: [B, S + T, C] -> [B, S + T, C]."""
         num_text = self.count_text(hidden_states.shape[1])
         projected = attn.to_qkv_mlp_proj(hidden_states)
@@ -293,8 +246,8 @@ class FusedJointAttnProcessor(TextGridAttnProcessor):
 
 
 def text_masks(
-    mask: torch.Tensor | None, num_text: int, num_grid: int, text_last: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    mask: Tensor | None, num_text: int, num_grid: int, text_last: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Split a mask, [B, S] or [B, 1, 1 or S + T, S + T], bool or added to the scores, into the two of `TextTokens`."""
     if mask is None:
         return None, None
@@ -311,8 +264,5 @@ def text_masks(
 
 
 def holds_mhla(processor: Any) -> bool:
-    """Return whether an attention processor is an MHLA processor.
-
-    The class is not compared: diffusers runs the source file of a checkpoint at each load, and each run defines a new class.
-    """
+    """Return whether a processor is one of MHLA, whose classes diffusers defines anew at each load of a checkpoint."""
     return hasattr(processor, "mhla")

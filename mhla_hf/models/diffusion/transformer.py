@@ -13,7 +13,7 @@ import torch
 from diffusers import ModelMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.utils import is_accelerate_available
-from torch import nn
+from torch import Tensor, nn
 
 from ...nn.core import CORE_LOG
 from ...nn.grid import GridMHLA
@@ -41,13 +41,10 @@ class MHLATransformerMixin:
 
     For `class MHLAX(MHLATransformerMixin, X)`, the constructor takes the arguments of X as keywords, and `mhla`: a
     dictionary of settings. Settings that are missing have the defaults of the family.
-
-    Attributes:
-        mhla_arguments: Further arguments of the constructor, and their defaults. "mhla_measured" is the report of a
-            conversion with samples, which is only stored.
     """
 
     family: Family
+    # Further arguments of the constructor, and their defaults; the report of a conversion with samples is only stored.
     mhla_arguments: dict[str, Any] = {"mhla_measured": None}
 
     def __init_subclass__(cls: Any, **kwargs: Any) -> None:
@@ -63,8 +60,8 @@ class MHLATransformerMixin:
         # Without accelerate, diffusers cannot load models with modules that stay in fp32.
         if base._keep_in_fp32_modules or is_accelerate_available():
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
-        # diffusers writes the name of the class's module to model_index.json, as that of the source file. If such a model is
-        # passed to `DiffusionPipeline.from_pretrained`, it reads that module from `sys.modules`, and `ModelMixin` from it.
+        # diffusers writes the class's module to model_index.json, as the name of the source file. If such a model is passed
+        # to `DiffusionPipeline.from_pretrained`, it looks for `ModelMixin` in that module of `sys.modules`.
         module_name = source_name(cls.family.entry).removesuffix(".py")
         module = sys.modules.setdefault(module_name, sys.modules[cls.__module__])
         vars(module).setdefault("ModelMixin", ModelMixin)
@@ -73,7 +70,7 @@ class MHLATransformerMixin:
 
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Call the base without the config's `auto_map`, which is not an argument and would cause a warning."""
+        """Call the base without the config's `auto_map`, of which it would warn."""
         return super().extract_init_dict({k: v for k, v in config_dict.items() if k != "auto_map"}, **kwargs)  # type: ignore[misc]
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
@@ -95,14 +92,14 @@ class MHLATransformerMixin:
         defaults = [name for name in self.config.get("_use_default_values", []) if name not in values]
         self.register_to_config(**values, _use_default_values=defaults)
 
-    def token_grid(self: Any, hidden_states: torch.Tensor, **arguments: Any) -> tuple[Any, ...]:
-        """Return the tokens along each axis of the grid from the arguments of a forward pass; see `read_grid`."""
+    def token_grid(self: Any, hidden_states: Tensor, **arguments: Any) -> tuple[Any, ...]:
+        """Return the tokens along each axis of the grid, from a forward's arguments (`read_grid`)."""
         return read_grid(self.family.kind, self.config, hidden_states, arguments)
 
     def use_base_attention(self: Any, enabled: bool = True) -> None:
-        """Let MHLA layers attend as the base does, without their MHLA cores; False returns to MHLA.
+        """Let MHLA layers attend as the base does, in the current thread only; False returns to MHLA.
 
-        Only forward passes of the current thread are affected. `mhla_hf.use_mhla_in_steps` switches between sampling steps.
+        `mhla_hf.use_mhla_in_steps` switches between sampling steps.
         """
         self.mhla_state.uses_base = enabled
 
@@ -114,20 +111,20 @@ class MHLATransformerMixin:
             cp_plan: Must be None: MHLA defines the plan.
 
         Raises:
-            ValueError: `cp_plan` is given, the base is not of Wan, or the model has softmax layers and `ulysses_degree` does
-                not divide their number of heads.
+            ValueError: `cp_plan` is given, the base is not of Wan, or `ulysses_degree` does not divide the number of heads
+                of softmax layers.
         """
         if cp_plan is not None:
             raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
-        if self._cp_plan is None:  # diffusers raises the error
+        if self._cp_plan is None:  # an error of diffusers
             return super().enable_parallelism(config=config)  # type: ignore[misc]
         if not hasattr(self, "blocks"):  # LTX: stock splits the tokens of text and audio, too
             raise ValueError(f"model: got {type(self).__name__}, expected a model of Wan for context parallelism.")
         degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
         heads = self.config.num_attention_heads
         if heads % degree and len(self.config.mhla["layers"]) < len(find_self_attentions(self)):
-            mismatch = f"which does not divide the {heads} heads of softmax layers"
-            raise ValueError(f"ulysses_degree: got {degree}, {mismatch}; expected one that does, or ring_degree.")
+            expected = f"one that divides the {heads} heads of softmax layers, or ring_degree"
+            raise ValueError(f"ulysses_degree: got {degree}, expected {expected}.")
         plan = {"proj_out": self._cp_plan["proj_out"]}
         super().enable_parallelism(config=config, cp_plan=plan)  # type: ignore[misc]
         if self._parallel_config.context_parallel_config is not None:
@@ -177,7 +174,7 @@ class MHLATransformerMixin:
 
         Raises:
             ValueError: A weight is missing, belongs to an MHLA layer that the config does not list, or is not valid (NaN,
-                negative mixing). diffusers alone would warn, and give missing weights random values.
+                negative mixing).
         """
         path = pretrained_model_name_or_path
         returns_info = kwargs.pop("output_loading_info", False)
@@ -199,14 +196,13 @@ class MHLAProcessorsMixin:
 
         A processor for an MHLA layer is used only while `use_base_attention` is enabled, and only if it has no weights.
         """
-        if isinstance(processor, dict) and processor.keys() != self.attn_processors.keys():
-            # Raises the error of diffusers.
+        if isinstance(processor, dict) and processor.keys() != self.attn_processors.keys():  # an error of diffusers
             return super().set_attn_processor(processor)  # type: ignore[misc]
         mhla_processors = {name: current for name, current in self.attn_processors.items() if holds_mhla(current)}
         processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)
         if any(processors.get(name, current) is not current for name, current in mhla_processors.items()):
-            message = "set_attn_processor: %d MHLA layers keep their processors, which hold weights."
-            CORE_LOG.warning(message, len(mhla_processors))
+            count = len(mhla_processors)
+            CORE_LOG.warning("set_attn_processor: %d MHLA layers keep their processors, which hold weights.", count)
         for name, current in mhla_processors.items():
             if not isinstance(processors.get(name, current), nn.Module):
                 current.set_base_processor(processors[name])
@@ -236,13 +232,12 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
 
 
 def make_forward(base: Any) -> Callable[..., Any]:
-    """Wrap the forward of `base` so that it checks the MHLA processors first, and then runs with the grid of its latents."""
+    """Make the forward of `base` check the MHLA processors first, and then run with the grid of its latents."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
-    # A local variable: torch.compile cannot read the forward of classes that it is told not to trace, such as LTX's.
-    base_forward = base.forward
+    base_forward = base.forward  # torch.compile cannot read it from classes that it is told not to trace, such as LTX's
 
     @functools.wraps(base_forward)
-    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.check_processors()
         grid = self.token_grid(hidden_states, **dict(zip(names, args, strict=False)), **kwargs)
         return self.mhla_state.run(grid, base_forward, self, hidden_states, *args, **kwargs)
@@ -251,7 +246,6 @@ def make_forward(base: Any) -> Callable[..., Any]:
 
 
 def refuse_ip_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise ValueError: an IP-Adapter replaces the processors of all layers, and those of MHLA layers hold weights."""
     raise ValueError(f"model: got {type(self).__name__}, expected a softmax model: MHLA layers support no IP-Adapter.")
 
 

@@ -1,70 +1,56 @@
-"""The KV cache of MHLA layers, as a layer of any `Cache` of transformers.
+"""The KV cache of an MHLA layer, with which an attention module replaces its layer of any `Cache` at first use.
 
-transformers makes a cache from a configuration that does not mention MHLA, so at first use an attention module replaces its
-layer (`mhla_cache_layer`). The layer calls itself a linear attention layer, so that softmax layers of a hybrid never size
-their masks by it, and an attention layer, so that a cache of MHLA layers alone still knows its length.
+It is a linear attention layer for transformers, so that softmax layers of a hybrid do not size their masks by it, and also
+an attention layer, so that a cache of MHLA layers alone knows its length.
 """
 
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticLayer
 
 
 class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """Holds the decoder state of one MHLA layer in a KV cache of transformers.
+    """Holds the decoder state of one MHLA layer in a KV cache of transformers."""
 
-    Attributes:
-        state: The `MHLAState` or `WindowedState`; None until the first forward pass.
-        seen_tokens: Tokens per row, including padding; a tensor if this layer replaces a static one.
-        mixing: The mixing weights with which the state is read: a matrix, or packed decays; None until they are needed.
-        padded: The mask of the last call with padding, bool [B, T], and the value of `seen_tokens` after that call.
-        leader: The first MHLA layer of the cache, which makes the plan of a step for all.
-        plan: Of a leader, the plan of the last step, and the value of `seen_tokens` before it.
-        softmax: Layer of transformers for the keys and values of the heads that keep softmax; None if there are none.
-    """
-
-    # False would make transformers drop the mask that a hybrid's static softmax layers need.
-    is_compileable = True
+    is_compileable = True  # else transformers drops the mask that a hybrid's static softmax layers need
     is_croppable = True
     is_sliding = False
 
     def __init__(self, static: bool = False, max_cache_len: int | None = None, softmax: CacheLayerMixin | None = None):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
-        self.state: Any = None
-        # In a static layer a tensor, so that a compiled step does not recompile as it grows.
+        self.state: Any = None  # from the first forward pass on
+        # Per row, with padding; a tensor in place of a static layer, so that a compiled step does not recompile as it grows.
         self.seen_tokens: Any = torch.tensor(0) if static else 0
-        self.mixing: Any = None
+        self.mixing: Any = None  # the weights with which a state is read: a matrix, or packed decays
         self.max_cache_len = max_cache_len
-        self.softmax: Any = softmax
-        self.padded: Any = None
-        self.leader: Any = self
-        self.plan: Any = (-1, None)
+        self.softmax: Any = softmax  # layer of transformers for the heads that keep softmax
+        self.padded: Any = None  # the mask of the last call with padding, bool [B, T], and `seen_tokens` after it
+        self.leader: Any = self  # the first MHLA layer of the cache, which plans a step for all
+        self.plan: Any = (-1, None)  # a leader's `seen_tokens` before its last plan, and that plan
 
     def shared_plan(self, make: Callable[[], Any], device: torch.device) -> Any:
-        """Return the plan of a step of one token, which is the same in all layers: `make()`, or what the leader has made."""
-        if torch.compiler.is_compiling() or isinstance(self.seen_tokens, torch.Tensor):
+        """Return the plan of a step of one token, which is the same in all layers, from the leader if it can be shared."""
+        if torch.compiler.is_compiling() or isinstance(self.seen_tokens, Tensor):
             return make()
         if self.leader is self:
             self.plan = self.seen_tokens, make()
         seen_tokens, plan = self.leader.plan
         return plan if seen_tokens == self.seen_tokens and plan.slot.device == device else make()
 
-    def count(self, hidden_states: torch.Tensor) -> None:
-        if not isinstance(self.seen_tokens, torch.Tensor):
+    def count(self, hidden_states: Tensor) -> None:
+        if not isinstance(self.seen_tokens, Tensor):
             self.seen_tokens += hidden_states.shape[1]
             return
         if self.seen_tokens.device != hidden_states.device:
             self.seen_tokens = self.seen_tokens.to(hidden_states.device)
         self.seen_tokens.add_(hidden_states.shape[1])  # `+=` would make it an output of a compiled step
 
-    def mixing_for(self, mixing: Any, new_tokens: int, block_size: int) -> torch.Tensor:
-        """Return mixing weights [n, n] or [H, n, n] for all blocks of the sequence after `new_tokens` more tokens.
-
-        Without gradient they are kept, for a power of two of blocks; with one, n is exact.
-        """
+    def mixing_for(self, mixing: Any, new_tokens: int, block_size: int) -> Tensor:
+        """Return the mixing, [n, n] or [H, n, n], of all blocks after `new_tokens` more; kept unless it needs a gradient."""
         needed = -(-(int(self.seen_tokens) + new_tokens) // block_size)
         if torch.is_grad_enabled() and mixing.weight.requires_grad:
             return mixing(needed)
@@ -73,7 +59,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.mixing = mixing(capacity).detach()
         return self.mixing
 
-    def note_padding(self, key_mask: torch.Tensor) -> None:
+    def note_padding(self, key_mask: Tensor) -> None:
         """Store the mask of a call with padding, bool [B, T], for `crop`; not under torch.compile."""
         if not torch.compiler.is_compiling():
             self.padded = key_mask, self.seen_tokens + key_mask.shape[1]
@@ -85,21 +71,16 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
-        """Return what the replaced softmax layer would: transformers may size the masks of other layers by it."""
+        """Return the sizes of the replaced layer: transformers may size the masks of others by them."""
         return (self.seen_tokens + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, since the first forward pass creates the state."""
+        """Do nothing: the first forward pass creates the state."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("past_key_values: a layer without MHLA wrote to an MHLA cache; expected one model's layers.")
 
     update_conv_state = update_recurrent_state = update
-
-    def offload(self) -> None:
-        """Do nothing, since transformers would offload the state before the layer has read it."""
-
-    prefetch = offload
 
     def reset(self) -> None:
         self.state, self.mixing, self.padded, self.plan = None, None, None, (-1, None)
@@ -113,29 +94,24 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self.softmax is not None:
             self.softmax.reorder_cache(beam_idx)
 
+    batch_select_indices = reorder_cache
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             self.state.repeat(repeats)
         if self.softmax is not None:
             self.softmax.batch_repeat_interleave(repeats)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.state is not None:
-            self.state.select(indices)
-        if self.softmax is not None:
-            self.softmax.batch_select_indices(indices)
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every row, at most a block and no padding; the number is negative."""
+        """Remove the last tokens of every row, at most a block and no padding; their number is negative."""
         if self.state is None or tokens_to_remove == 0:
             return
         if not 0 < -tokens_to_remove <= self.state.block_size:
-            reason = "an MHLA cache takes back at most one block (see num_assistant_tokens)"
-            expected = f"{-self.state.block_size} to 0, because {reason}"
+            expected = f"{-self.state.block_size} to 0: a cache takes back at most a block (see num_assistant_tokens)"
             raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {expected}.")
         if self.padded is not None:
             is_real, columns = self.padded
-            num_removed = int(columns) - int(self.seen_tokens) - tokens_to_remove  # of the columns of that call
+            num_removed = int(columns) - int(self.seen_tokens) - tokens_to_remove  # of that call's columns
             if num_removed > 0 and not bool(is_real[:, -num_removed:].all()):
                 raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected none that is padding.")
         self.state.crop(-tokens_to_remove)
@@ -155,11 +131,7 @@ class MHLADynamicCache(DynamicCache):
 def mhla_cache_layer(
     past_key_values: Cache | None, layer_idx: int, keeps_softmax: bool = False
 ) -> MHLACacheLayer | None:
-    """Return layer `layer_idx` of a KV cache; on first use, replace it by an MHLA layer, in place.
-
-    Keys and values of heads that keep softmax go into the layer that was there before, or, if that is static, into one like
-    it.
-    """
+    """Return layer `layer_idx` of a KV cache; at first use, replace it by an MHLA layer, in place."""
     if past_key_values is None:
         return None
     layers: Any = past_key_values.layers
@@ -169,15 +141,12 @@ def mhla_cache_layer(
     if isinstance(layer, MHLACacheLayer):
         return layer
     if isinstance(layer, CacheLayerMixin) and layer.is_initialized and layer.get_seq_length():
-        raise ValueError(
-            f"past_key_values: layer {layer_idx} holds {layer.get_seq_length()} tokens of softmax keys and values, "
-            "expected an empty cache or one that this model filled."
-        )
+        held = f"layer {layer_idx} holds {layer.get_seq_length()} tokens of softmax keys and values"
+        raise ValueError(f"past_key_values: {held}, expected an empty cache or one that this model filled.")
     static = isinstance(layer, StaticLayer)
     length = layer.max_cache_len if static else None
     if keeps_softmax and static and layer.is_initialized:
-        # Its storage is for all heads; the new one is made for those that keep softmax.
-        layer = type(layer)(max_cache_len=length)
+        layer = type(layer)(max_cache_len=length)  # that one was made for all heads
     leader = next((other for other in layers if isinstance(other, MHLACacheLayer)), None)
     layers[layer_idx] = MHLACacheLayer(static, max_cache_len=length, softmax=layer if keeps_softmax else None)
     layers[layer_idx].leader = leader or layers[layer_idx]

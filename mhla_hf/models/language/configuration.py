@@ -67,8 +67,7 @@ class MHLAConfig(PreTrainedConfig):
         settings = MHLASettings.from_dict(PAPER_SETTINGS if self.mhla is None else self.mhla)
         all_layers = list(range(self.num_hidden_layers))
         if settings.resolve_layers(len(all_layers)) != all_layers:
-            reason = "a from-scratch MHLA model has no softmax layers; convert a base model for a hybrid"
-            raise ValueError(f'layers: got {settings.layers!r}, expected "all": {reason}.')
+            raise ValueError(f'layers: got {settings.layers!r}, expected "all": only converted models are hybrid.')
         settings.layers = all_layers
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)

@@ -6,8 +6,7 @@ after the map (relu). An RMSNorm per head and an output gate replace the normali
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import (
@@ -35,10 +34,9 @@ class MHLALanguageMixer(nn.Module):
 
     def __init__(self, config: MHLAConfig, layer_idx: int):
         super().__init__()
+        self.layer_idx, num_heads = layer_idx, config.num_attention_heads
         # None of these is None after `MHLAConfig.__post_init__`.
         mhla: Any = config.mhla
-        settings = MHLASettings.from_dict(mhla)
-        num_heads, self.layer_idx = config.num_attention_heads, layer_idx
         head_dim: Any = config.head_dim
         value_dim: Any = config.value_dim
         self.head_dim, self.value_dim = head_dim, value_dim
@@ -47,18 +45,16 @@ class MHLALanguageMixer(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, num_heads * value_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * value_dim, config.hidden_size, bias=False)
         sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "key_dim": head_dim, "value_dim": value_dim}
+        settings = MHLASettings.from_dict(mhla)
         self.mhla = MHLA(settings, hidden_size=config.hidden_size, norm_eps=config.rms_norm_eps, **sizes)
 
-    def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **kwargs: Any
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
         """Attend causally over [B, T, C]; cosines and sines of RoPE are [B or 1, T, K], the KV cache is among the kwargs."""
-        widths = (self.head_dim, self.head_dim, self.value_dim)
-        projected = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
-        # q, k, v: [B, H, T, K or V]
-        heads = [x.unflatten(-1, (-1, width)).transpose(1, 2) for x, width in zip(projected, widths, strict=True)]
+        projections = ((self.q_proj, self.head_dim), (self.k_proj, self.head_dim), (self.v_proj, self.value_dim))
+        # [B, H, T, K or V]; tensor parallelism splits H
+        heads = [project(hidden_states).unflatten(-1, (-1, width)).transpose(1, 2) for project, width in projections]
 
-        def rotate(x: torch.Tensor, y: torch.Tensor) -> Any:
+        def rotate(x: Tensor, y: Tensor) -> Any:
             return apply_rotary_pos_emb(x, y, *position_embeddings, unsqueeze_dim=2)
 
         cache_name = find_cache(kwargs)
@@ -78,7 +74,7 @@ class MHLADecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -88,17 +84,13 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
 
     config: MHLAConfig
     source_entry = "models.language.language_model"
+    saved_classes = ("MHLAModel", "MHLAForCausalLM")
     _no_split_modules = ["MHLADecoderLayer"]
     _can_record_outputs = {"hidden_states": MHLADecoderLayer}
 
     def __init__(self, config: MHLAConfig) -> None:
-        # Skips the constructors of Llama, which would make its layers.
-        PreTrainedModel.__init__(self, config)
-        # Overrides `attn_implementation`, since there is no softmax to apply it to, and avoids T x T masks.
-        set_attention_function(config, ATTENTION_NAME)
-
-    def class_names(self) -> list[str]:
-        return [MHLAModel.__name__, MHLAForCausalLM.__name__]
+        PreTrainedModel.__init__(self, config)  # not Llama's, which makes its layers
+        set_attention_function(config, ATTENTION_NAME)  # overrides `attn_implementation`: there is no softmax
 
 
 class MHLAModel(MHLAPreTrainedModel, LlamaModel):

@@ -1,31 +1,23 @@
-"""Undoes the rotary embedding of queries and keys.
+"""Undoes the rotary embedding of queries and keys, by the cosines and sines that their attention module gets.
 
-Attention functions of transformers get q and k rotated, but the attention module also gets the cosines and sines. The factor
-by which ministral3, beam, and llama4 scale the queries of far positions stays in q.
+The factor by which ministral3, beam, and llama4 scale the queries of far positions stays in q.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class RotationLayout:
-    """Describes how a base rotates R dimensions of a head.
+    """Describes how a base rotates R dimensions of a head."""
 
-    Attributes:
-        pairs: Whether dimensions 2i and 2i + 1 are rotated by angle i; otherwise dimensions i and i + R/2, as in Llama.
-        repeated: Whether each angle comes twice in a row in cos and sin; otherwise all angles come once, and then again.
-        backward: Whether dimensions are rotated by the negative angle.
-        last: Whether the rotated dimensions are the last R of a head; otherwise the first R.
-    """
-
-    pairs: bool = False
-    repeated: bool = False
-    backward: bool = False
-    last: bool = False
+    pairs: bool = False  # whether angle i rotates dimensions 2i and 2i + 1, instead of i and i + R/2 as in Llama
+    repeated: bool = False  # whether each angle comes twice in a row in cos and sin, instead of all of them twice
+    backward: bool = False  # whether dimensions are rotated by the negative angle
+    last: bool = False  # whether the rotated dimensions are the last R of a head, instead of the first R
 
 
 HALVES = RotationLayout()
@@ -55,8 +47,7 @@ def rotation_layout(attention: Any) -> RotationLayout:
     """Return how an attention module rotates q and k; raise ValueError if that cannot be undone."""
     is_latent, model_type = hasattr(attention, "qk_rope_head_dim"), base_model_type(attention.config)
     if model_type in SCALED_AFTER:
-        reason = "it scales q and k by learned weights after their rotation"
-        raise ValueError(f"rope: got 'near' for {model_type}, expected 'before': {reason}.")
+        raise ValueError(f"rope: got 'near' for {model_type}, expected 'before': it scales q and k after the rotation.")
     return ROTATION_LAYOUTS.get(model_type, LAST_HALVES if is_latent else HALVES)
 
 
@@ -73,21 +64,20 @@ def is_rotated(attention: Any) -> bool:
     return bool(getattr(attention, "use_rope", True))
 
 
-def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return R/2 cosines, then R/2 sines, [B or 1, T, 1, R], of one call of an attention module; None if it does not rotate.
+def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return R/2 cosines, then R/2 sines, [B or 1, T, 1, R], of a call of an attention module; None if it does not rotate.
 
-    If the base also scales q and k, as YaRN does, they are divided by the square of the scale, so that `unrotate` undoes
-    the scale, too.
+    They are divided by the square of the scale that the base gives q and k, as in YaRN, so that `unrotate` undoes it, too.
     """
     if not is_rotated(attention):
         return None
     if "position_embeddings" not in kwargs:
-        reason = "its attention is not given the cosines and sines of its rotation as `position_embeddings`"
-        raise ValueError(f"rope: got 'near' for {base_model_type(attention.config)}, expected 'before': {reason}.")
+        expected = "'before': its attention is not given `position_embeddings`, the cosines and sines"
+        raise ValueError(f"rope: got 'near' for {base_model_type(attention.config)}, expected {expected}.")
     if (rotation := kwargs["position_embeddings"]) is None:
         return None
     layout = rotation_layout(attention)
-    if isinstance(rotation, torch.Tensor):  # complex [B or 1, T, R/2]
+    if isinstance(rotation, Tensor):  # complex [B or 1, T, R/2]
         cos, sin = rotation.real, rotation.imag
     else:  # cosines and sines [B or 1, T, R], each angle twice
         cos, sin = (x[..., ::2] if layout.repeated else x[..., : x.shape[-1] // 2] for x in rotation)
@@ -97,18 +87,15 @@ def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> torch.Tens
     return torch.cat((cos / scale, sin / scale), -1).unsqueeze(2)
 
 
-def unrotate(x: torch.Tensor, cos_sin: torch.Tensor | None, layout: RotationLayout) -> torch.Tensor:
-    """Undo the rotation of queries or keys [B, T, H, K], given cos_sin [B or 1, T, 1, R] of `rotation_cos_sin`.
-
-    If the base permutes dimensions as it rotates them (`rope_interleave`), they stay permuted, in q and in k alike.
-    """
+def unrotate(x: Tensor, cos_sin: Tensor | None, layout: RotationLayout) -> Tensor:
+    """Undo the rotation of q or k [B, T, H, K] by the result of `rotation_cos_sin`; `rope_interleave` stays in both."""
     if cos_sin is None or not cos_sin.shape[-1]:
         return x
     width, rest = cos_sin.shape[-1], x.shape[-1] - cos_sin.shape[-1]
     kept, rotated = x.split((rest, width), -1) if layout.last else reversed(x.split((width, rest), -1))
     a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if layout.pairs else rotated.chunk(2, -1)
     cos, sin = cos_sin.to(x).chunk(2, -1)
-    parts: tuple[torch.Tensor, ...] = (a * cos + b * sin, b * cos - a * sin)
+    parts: tuple[Tensor, ...] = (a * cos + b * sin, b * cos - a * sin)
     if layout.pairs:
         parts = (torch.stack(parts, -1).flatten(-2),)
     return torch.cat((kept, *parts) if layout.last else (*parts, kept), -1)

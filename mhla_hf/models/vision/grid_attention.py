@@ -1,13 +1,8 @@
-"""Replaces softmax attention with an MHLA core in the attention modules of transformers' vision towers.
-
-As in language models, the base calls "the attention function", which is ours in converted modules alone. `pass_grid`
-computes the grid of their tokens from the size of the images, and it travels to the layers as a keyword argument.
-"""
+"""Replaces softmax attention with an MHLA core in transformers' vision towers, as `causal_attention.py` does in decoders."""
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.modeling_utils import AttentionInterface
 
@@ -21,18 +16,15 @@ GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
 
 
 class GridCall(NamedTuple):
-    """Carries the grid, rows and columns, and the layer's input [B, T, C] to `mhla_grid_attention`.
-
-    It takes the place of the attention mask, which is the only argument that every base passes to its attention function.
-    """
+    """Carries the grid and the layer's input [B, T, C] in place of the mask, which every base passes to attention."""
 
     grid: tuple[int, ...]
-    hidden_states: torch.Tensor
+    hidden_states: Tensor
 
 
 def mhla_grid_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: GridCall, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: GridCall, **kwargs: Any
+) -> tuple[Tensor, None]:
     """Compute the attention of an MHLA layer, [B, H, T, K] -> [B, T, H, V], as an attention function of transformers."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return module.mhla(q, k, v, grid=attention_mask.grid, hidden_states=attention_mask.hidden_states), None
@@ -47,7 +39,7 @@ class MHLAGridMixer:
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         attention_mask: None = None,
         mhla_grid: tuple[int, ...] | None = None,
         **kwargs: Any,
@@ -66,7 +58,6 @@ def find_grid_attentions(model: nn.Module) -> dict[int, Any]:
 
 
 def prefix_tokens(config: Any) -> int:
-    """Return the number of class, distillation, and register tokens before the grid."""
     family: Any = family_of_type(getattr(config, "base_model_type", config.model_type))
     return family.prefix + (getattr(config, "num_register_tokens", 0) or 0)
 
@@ -77,13 +68,12 @@ def grid_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
 
 
 def register_grid_hook(model: Any, settings: MHLASettings) -> None:
-    """Register `pass_grid` as a pre-forward hook on the vision tower in `model`; `settings` are ignored."""
     body = next(module for module in model.modules() if hasattr(module, "embeddings"))
     body.register_forward_pre_hook(pass_grid, with_kwargs=True)
 
 
 def pass_grid(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass the grid of tokens to the layers of a vision tower, as the argument `mhla_grid`; a pre-forward hook."""
+    """Pass the grid of tokens to the layers of a vision tower, as `mhla_grid`; a pre-forward hook."""
     pixels, patch = args[0] if args else kwargs.get("pixel_values"), body.config.patch_size
     if pixels is None or pixels.ndim != 4:
         got = "None" if pixels is None else f"{pixels.ndim} axes"

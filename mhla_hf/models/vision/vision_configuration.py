@@ -17,13 +17,12 @@ STAGE_KEYS = ("hidden_size", "depth", "num_heads", "layout")
 
 
 def staged(*columns: list[Any]) -> list[dict[str, Any]]:
-    """Build the `stages` of a configuration from one list of values per key in `STAGE_KEYS`."""
+    """Build the `stages` of a configuration from a list of values for each of `STAGE_KEYS`."""
     return [dict(zip(STAGE_KEYS, stage, strict=True)) for stage in zip(*columns, strict=True)]
 
 
-# The architecture of "Breaking the low-rank dilemma of linear attention" (arXiv 2411.07635), whose first two stages are
-# linear. With the published last projection, 1024 wide, the models have 14.9 M and 25.6 M parameters. Table 2 has 16 M and
-# 27 M and does not say where the others are. A projection as wide as the last MLP, 1792, gives both within 1 %.
+# Of arXiv 2411.07635. A last projection as wide as the last MLP, 1792, gives table 2's 16 M and 27 M parameters within 1 %;
+# the published one, 1024 wide, gives 14.9 M and 25.6 M.
 VLT_ARCHITECTURE: dict[str, Any] = {
     "num_labels": 1000, "stem": "conv", "patch_size": 4, "positions": "rope", "position_conv": 3, "mlp_conv": 3,
     "mlp_ratio": 3.5, "qk_norm": False, "output_product": True, "layer_scale": 1.0, "feature_size": 1792,
@@ -31,7 +30,9 @@ VLT_ARCHITECTURE: dict[str, Any] = {
 }  # fmt: skip
 VLT_LAYOUTS = [[7, 7], [4, 4], [4, 4], [4, 4]]
 VLT_MHLA = {"feature_map": "elu", "rope": "after", "cpe": 5}
+DIGITS = {"image_size": 32, "patch_size": 2, "num_channels": 1, "hidden_size": 48, "num_hidden_layers": 4}
 MHLA_VISION_PRESETS: dict[str, dict[str, Any]] = {
+    "digits": {**DIGITS, "num_labels": 10, "drop_path_rate": 0.0},
     "deit-t": {"num_labels": 1000},
     "deit-s": {"num_labels": 1000, "hidden_size": 384, "num_attention_heads": 6},
     "deit-b": {"num_labels": 1000, "hidden_size": 768, "num_attention_heads": 12},
@@ -47,8 +48,6 @@ MHLA_VISION_PRESETS: dict[str, dict[str, Any]] = {
         "mhla": {**VLT_MHLA, "layers": list(range(8))},
     },
 }
-DIGITS = {"image_size": 32, "patch_size": 2, "num_channels": 1, "hidden_size": 48, "num_hidden_layers": 4}
-MHLA_VISION_PRESETS["digits"] = {**DIGITS, "num_labels": 10, "drop_path_rate": 0.0}
 PAPER_VISION_SETTINGS = {"feature_map": "relu", "layout": [4, 4], "cpe": 3}
 
 
@@ -57,8 +56,7 @@ class MHLAVisionConfig(PreTrainedConfig):
     """The configuration of an image classifier from scratch (section 5.1, appendix E); by default, DeiT-T with MHLA.
 
     Args:
-        image_size: Size in pixels for which learned positions are created, one number or [height, width]. Other sizes work,
-            too.
+        image_size: Size of which learned positions are, in pixels, one number or [height, width]. Other sizes work, too.
         patch_size: Side of the square that a token covers after the stem, in pixels; 4 with the stem "conv".
         num_channels: Number of channels of an image.
         hidden_size, num_hidden_layers, num_attention_heads: Sizes of a model without stages; `stages` overrides them.
@@ -85,10 +83,10 @@ class MHLAVisionConfig(PreTrainedConfig):
         layer_norm_eps: Epsilon of the LayerNorms of blocks and of the last one.
         initializer_range: Standard deviation of initial weights.
         image_mean, image_std: Per channel, for the image processor. Default: those of ImageNet for three channels, else 0.5.
-        mhla: Settings as a dictionary (`MHLASettings`). Default: [4, 4] blocks, relu, normalized, locality start, depthwise
-            position convolution of kernel size 3. The layout of a stage takes precedence.
+        mhla: Settings as a dictionary (`MHLASettings`). Default: [4, 4] blocks, relu, `cpe` 3. The layout of a stage takes
+            precedence.
 
-    `MHLAVisionConfig.preset("deit-t", image_size=384)` gives a ready configuration.
+    `MHLAVisionConfig.preset("deit-t", image_size=384)` returns a ready configuration.
     """
 
     model_type = "mhla_vision"
@@ -128,7 +126,7 @@ class MHLAVisionConfig(PreTrainedConfig):
                 layout = stage.get("layout") or [1, 1]
                 has_keys = set(STAGE_KEYS[:3]) <= set(stage) <= set(STAGE_KEYS)
                 if not (has_keys and is_layout(layout) and len(layout) == 2):
-                    expected = f'the keys {list(STAGE_KEYS[:3])}, and perhaps "layout", blocks along height and width'
+                    expected = f"the keys {list(STAGE_KEYS)}; layout, blocks along height and width, is optional"
                     raise ValueError(f"stages: got {stage!r}, expected {expected}.")
             self.hidden_size = self.stages[-1]["hidden_size"]
             self.num_attention_heads = self.stages[-1]["num_heads"]
@@ -148,8 +146,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         """Raise ValueError if sizes do not fit together; called by the validation of `strict`."""
         if self.stem == "conv" and self.patch_size != 4:
             raise ValueError(f'patch_size: got {self.patch_size}, expected 4 with stem "conv".')
-        # 2-D RoPE rotates pairs, half of them by the row and half by the column.
-        unit = 4 if self.positions == "rope" else 1
+        unit = 4 if self.positions == "rope" else 1  # pairs, half by the row and half by the column
         for stage in self.stage_list():
             width, heads = stage["hidden_size"], stage["num_heads"]
             if width % heads or width // heads % unit:
@@ -161,14 +158,14 @@ class MHLAVisionConfig(PreTrainedConfig):
         return height, width
 
     def padded_sides(self, height: int, width: int) -> tuple[int, ...]:
-        """Return the height and the width, in pixels, to which the model pads an image of these."""
+        """Return the height and width, in pixels, to which the model pads an image of these."""
         if not self.pad_to_blocks:
             return height, width
         units = [self.patch_size * count for count in self.stage_list()[0]["layout"]]
         return tuple(math.ceil(side / unit) * unit for side, unit in zip((height, width), units, strict=True))
 
     def stage_list(self) -> list[dict[str, Any]]:
-        """Return one dictionary per stage, with all keys of `STAGE_KEYS`; a model without `stages` has one stage."""
+        """Return one dictionary per stage, with all of `STAGE_KEYS`; a model without `stages` has one stage."""
         sizes = (self.hidden_size, self.num_hidden_layers, self.num_attention_heads)
         stages = self.stages or [dict(zip(STAGE_KEYS, sizes, strict=False))]
         settings: Any = self.mhla

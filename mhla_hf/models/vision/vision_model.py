@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.initialization import trunc_normal_, zeros_
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -31,24 +31,19 @@ from ..pretrained import MHLAPreTrainedMixin
 from .vision_configuration import MHLAVisionConfig
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
-# The machine epsilon of fp32, which is the default of `nn.RMSNorm` in fp32.
-QK_NORM_EPS = 2.0**-23
+QK_NORM_EPS = 2.0**-23  # what `nn.RMSNorm` takes in fp32 by default
 
 
-def as_map(tokens: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+def as_map(tokens: Tensor, grid: Sequence[int]) -> Tensor:
     return tokens.mT.unflatten(2, tuple(grid))
 
 
-def as_tokens(image: torch.Tensor) -> torch.Tensor:
+def as_tokens(image: Tensor) -> Tensor:
     return image.flatten(2).mT
 
 
 def make_stem(config: MHLAVisionConfig, width: int) -> nn.Sequential:
-    """Build the stem (patch embedding), [B, channels, height, width] -> [B, C, rows, columns].
-
-    "patch" is one convolution of non-overlapping patches. "conv" is four 3x3 convolutions with BatchNorm, two of them with
-    stride 2: a quarter of the height and width, rounded up.
-    """
+    """Build the stem (patch embedding), [B, channels, height, width] -> [B, C, rows, columns]."""
     if config.stem == "patch":
         patches = nn.Conv2d(config.num_channels, width, config.patch_size, config.patch_size)
         return nn.Sequential(OrderedDict(proj=patches))
@@ -67,14 +62,14 @@ class GridPositions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, width, *grid))
 
-    def forward(self, grid: Sequence[int]) -> torch.Tensor:
+    def forward(self, grid: Sequence[int]) -> Tensor:
         if tuple(self.weight.shape[2:]) == tuple(grid):
             return as_tokens(self.weight)
         resized = F.interpolate(self.weight.float(), size=tuple(grid), mode="bicubic", align_corners=False)
         return as_tokens(resized.to(self.weight.dtype))
 
 
-def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Compute 2-D RoPE, fp32 [T, 1, head_dim]: one half of each head is rotated by the row, the other by the column."""
     steps = torch.linspace(0, 1, head_dim // 4, device=device)
     angles = (1.0 / 10000**steps).repeat_interleave(2)
@@ -85,7 +80,7 @@ def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> t
 
 
 class GridSoftmax(MHLACore):
-    """Softmax attention with the output norm, gate, and position convolution of `GridMHLA`, as a baseline for it."""
+    """Softmax attention with the output norm, gate, and position convolution of `GridMHLA`, for comparison."""
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, **widths: Any):
         settings = replace(settings, feature_map="identity")
@@ -95,15 +90,8 @@ class GridSoftmax(MHLACore):
             self.cpe = PositionConv(num_heads * value_dim, settings.cpe, 2)
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        grid: Sequence[int],
-        hidden_states: torch.Tensor | None = None,
-        rotate: Rotation | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], hidden_states: Tensor, rotate: Rotation | None
+    ) -> Tensor:
         if rotate is not None:
             q, k = rotate(q, k)
         o = self.finish_output(softmax_attention(q, k, v), hidden_states, v.dtype)
@@ -111,10 +99,7 @@ class GridSoftmax(MHLACore):
 
 
 class MHLAVisionMixer(nn.Module):
-    """Attention of a layer: projections, norms, and a core.
-
-    `kind` is "mhla", "linear", which is MHLA with uniform, frozen mixing, or "softmax".
-    """
+    """Attention of a layer: projections, norms, and the core for a `kind`, "mhla", "linear", or "softmax"."""
 
     def __init__(self, config: MHLAVisionConfig, stage: dict[str, Any], kind: str):
         super().__init__()
@@ -124,30 +109,24 @@ class MHLAVisionMixer(nn.Module):
         settings = replace(MHLASettings.from_dict(mhla), layout=stage["layout"])
         self.norm = nn.LayerNorm(width) if config.input_norm else nn.Identity()
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
-        norms = (nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity() for _ in range(2))
-        self.q_norm, self.k_norm = norms
+        self.q_norm = nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity()
         self.product = nn.Linear(width, width, bias=config.qkv_bias) if config.output_product else None
         self.o_proj = nn.Linear(width, width)
         sizes = {"num_heads": heads, "hidden_size": width, "key_dim": self.head_dim, "value_dim": self.head_dim}
-        if kind == "softmax":
-            self.softmax = GridSoftmax(settings, **sizes)
-            return
         if kind == "linear":
             settings = replace(settings, layout=[1, 1], mixing_start="uniform", learn_mixing=False)
-        self.mhla = GridMHLA(settings, **sizes)
+        if kind == "softmax":
+            self.softmax = GridSoftmax(settings, **sizes)
+        else:
+            self.mhla = GridMHLA(settings, **sizes)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        grid: Sequence[int],
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, grid: Sequence[int], rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """Attend over the whole grid: [B, T, width] -> [B, T, width]. `rotation` is from `grid_rotation`, or None."""
         x = self.norm(hidden_states)
         shape = (*x.shape[:-1], self.num_heads, self.head_dim)
         q, k = self.q_norm(self.q_proj(x)).view(shape), self.k_norm(self.k_proj(x)).view(shape)
         v = self.v_proj(x).view(shape)
-
         core = self.softmax if hasattr(self, "softmax") else self.mhla
         rotate = None if rotation is None else functools.partial(rotate_both, angles=rotation)
         o = core(q, k, v, grid=grid, hidden_states=x, rotate=rotate).flatten(2)
@@ -159,12 +138,12 @@ class MHLAVisionMixer(nn.Module):
 class VisionConv(GridConv):
     """A depthwise convolution of tokens over their grid, with a residual connection."""
 
-    def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    def forward(self, x: Tensor, grid: Sequence[int]) -> Tensor:
         return x + super().forward(x, grid)
 
 
 class VisionMLP(nn.Module):
-    """Two linear layers with an activation and, if `config.mlp_conv` is set, a depthwise convolution in between."""
+    """Two linear layers with an activation and, by `config.mlp_conv`, a depthwise convolution in between."""
 
     def __init__(self, config: MHLAVisionConfig, width: int):
         super().__init__()
@@ -174,7 +153,7 @@ class VisionMLP(nn.Module):
         self.conv = VisionConv(hidden, config.mlp_conv) if config.mlp_conv else None
         self.fc2 = nn.Linear(hidden, width)
 
-    def forward(self, x: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    def forward(self, x: Tensor, grid: Sequence[int]) -> Tensor:
         x = self.act(self.fc1(x))
         return self.fc2(x if self.conv is None else self.conv(x, grid))
 
@@ -187,10 +166,10 @@ class BranchScale(nn.Module):
         self.start = start
         self.weight = nn.Parameter(torch.full((width,), float(start)))
 
-    def initial_values(self) -> dict[str, torch.Tensor]:
+    def initial_values(self) -> dict[str, Tensor]:
         return {"weight": torch.full(self.weight.shape, float(self.start))}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
 
 
@@ -210,18 +189,14 @@ class MHLAVisionBlock(GradientCheckpointingLayer):
         self.drop = drop
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        grid: Sequence[int],
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        self, hidden_states: Tensor, grid: Sequence[int], rotation: tuple[Tensor, Tensor] | None, **kwargs: Any
+    ) -> Tensor:
         x = hidden_states if self.positions is None else self.positions(hidden_states, grid)
         x = x + self.draw_branch_factor(x) * self.scale1(self.attn(self.norm1(x), grid, rotation))
         return x + self.draw_branch_factor(x) * self.scale2(self.mlp(self.norm2(x), grid))
 
-    def draw_branch_factor(self, x: torch.Tensor) -> torch.Tensor:
-        """Draw a branch's multiplier for each row, [B, 1, 1]: 0 or, to keep the mean, 1 / (1 - drop); 1 in eval mode."""
+    def draw_branch_factor(self, x: Tensor) -> Tensor:
+        """Draw a branch's multiplier for each row, [B, 1, 1]: 0 or 1 / (1 - drop); 1 in eval mode."""
         return F.dropout(x.new_ones(len(x), 1, 1), self.drop, self.training)
 
 
@@ -245,7 +220,7 @@ class MHLAVisionStage(nn.Module):
             kind = config.attention if layer in mhla["layers"] else "softmax"
             self.blocks.append(MHLAVisionBlock(config, stage, kind, config.drop_path_rate * layer / last))
 
-    def forward(self, x: torch.Tensor, grid: Sequence[int], **kwargs: Any) -> tuple[torch.Tensor, Sequence[int]]:
+    def forward(self, x: Tensor, grid: Sequence[int], **kwargs: Any) -> tuple[Tensor, Sequence[int]]:
         """Return tokens [B, T', width] and their grid, which the convolution halves."""
         if self.reduce is not None:
             image = self.reduce(as_map(x, grid))
@@ -272,14 +247,11 @@ class MHLAVisionPreTrainedModel(MHLAPreTrainedMixin, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
-            trunc_normal_(module.weight, std=self.config.initializer_range)
-            if module.bias is not None:
-                zeros_(module.bias)
-        elif isinstance(module, GridPositions):
-            trunc_normal_(module.weight, std=self.config.initializer_range)
-        else:
-            super()._init_weights(module)
+        if not isinstance(module, (nn.Linear, nn.Conv2d, GridPositions)):
+            return super()._init_weights(module)
+        trunc_normal_(module.weight, std=self.config.initializer_range)
+        if getattr(module, "bias", None) is not None:
+            zeros_(module.bias)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save as `MHLAPreTrainedMixin` does, and write `preprocessor_config.json` unless there is one already."""
@@ -316,15 +288,15 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
-        self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = True, **kwargs: object
+        self, pixel_values: Tensor, interpolate_pos_encoding: bool = True, **kwargs: object
     ) -> BaseModelOutputWithPooling:
         """Return `last_hidden_state` [B, T, width] and `pooler_output` [B, width] of images.
 
         Args:
             pixel_values: [B, channels, height, width]. With the "patch" stem and without `pad_to_blocks`, height and width
                 are multiples of the patch size; otherwise they may have any value.
-            interpolate_pos_encoding: Whether to resize learned positions to other grids. If not, other grids raise an error.
-            **kwargs: Further arguments of the blocks.
+            interpolate_pos_encoding: Whether to resize learned positions to other grids, instead of refusing these.
+            **kwargs: `output_hidden_states`, and other arguments of transformers.
 
         Raises:
             ValueError: The images do not have this shape, or learned positions do not fit their grid.
@@ -350,7 +322,7 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
             pooled = x.mean(1)
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
-    def padded(self, pixel_values: torch.Tensor) -> torch.Tensor:
+    def padded(self, pixel_values: Tensor) -> Tensor:
         """Cast images to the model's dtype, and pad them with zeros on all sides if `config.pad_to_blocks`."""
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.config.num_channels:
             expected = f"[B, {self.config.num_channels}, height, width]"
@@ -358,18 +330,14 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         height, width = pixel_values.shape[-2:]
         unit = self.config.patch_size if self.config.stem == "patch" and not self.config.pad_to_blocks else 1
         if height % unit or width % unit:
-            raise ValueError(
-                f"pixel_values: got {height} x {width} pixels, expected multiples of the patch size {unit}."
-            )
+            raise ValueError(f"pixel_values: got {height} x {width} pixels, expected multiples of patch size {unit}.")
         rows, columns = self.config.padded_sides(height, width)
-        extra_rows, extra_columns = rows - height, columns - width
-        left, top = extra_columns // 2, extra_rows // 2
-        x = pixel_values.to(self.dtype)
-        return F.pad(x, (left, extra_columns - left, top, extra_rows - top))
+        left, top = (columns - width) // 2, (rows - height) // 2
+        return F.pad(pixel_values.to(self.dtype), (left, columns - width - left, top, rows - height - top))
 
 
 class MHLAForImageClassification(MHLAVisionPreTrainedModel):
-    """Classifies images: maps [B, channels, height, width] to logits [B, num_labels] and, with labels, a loss."""
+    """Maps images [B, channels, height, width] to logits [B, num_labels] and, with labels, a loss."""
 
     def __init__(self, config: MHLAVisionConfig) -> None:
         super().__init__(config)
@@ -380,9 +348,7 @@ class MHLAForImageClassification(MHLAVisionPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(
-        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: object
-    ) -> ImageClassifierOutput:
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: object) -> ImageClassifierOutput:
         """Return `logits` [B, num_labels] of images, a `loss` if there are labels [B], and `hidden_states` if requested."""
         outputs = self.model(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)

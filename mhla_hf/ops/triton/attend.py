@@ -5,9 +5,9 @@ of the summary that the tile contributes to, and, if causal, A = tril(q k^T) and
 
     o = q P + m_ii A v    dq = do P^T + r z^T + m_ii dA k    dk = v dS^T + dz + m_ii dA^T q    dv = k dS + m_ii A^T do
 
-Here do is the gradient of the sum of weight * v, and r that of the sum of the weights, den. In the normalized form o is
-divided by den, and the gradient that comes in is that of the quotient: the kernels multiply it by inv = 1 / den as they read
-it, and `dq_kernel` computes r = -<do, o>. Each program computes some lanes of one tile of tokens of one block.
+Here do is the gradient of the sum of weight * v, and r that of the sum of the weights, den. In the normalized form, o is
+divided by den: the kernels multiply the gradient of the quotient by inv = 1 / den as they read it, and `dq_kernel` computes
+r = -<do, o>. Each program computes some lanes of one tile of tokens of one block.
 """
 
 from typing import no_type_check
@@ -25,8 +25,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Compute o [B, T, H, V]: each program computes BV lanes of one tile of tokens.
 
-    Without `states_z`, o is multiplied by `scale`. With it, o is divided by the sum of the weights, and the inverse of this
-    sum is stored in inv [B, T, H].
+    Without `states_z`, o is multiplied by `scale`; with it, divided by the sum of the weights, whose inverse goes to inv.
     states, states_z: [B, H or G, M, K, V] and [B, H or G, M, K] or, if causal, one for each chunk (see `mix_states`).
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
@@ -71,10 +70,9 @@ def dq_kernel(
     tables, num_tokens, block_size, span, num_blocks, num_heads, queries_per_kv, queries_per_state, scale,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """Compute dq [B, T, H, K]: each program computes BK lanes of one tile of tokens.
+    """Compute dq [B, T, H, K] and, if normalized, r [B, T, H]: each program BK lanes of one tile of tokens.
 
-    In the normalized form this kernel also writes r [B, T, H]. If causal, it also writes diagonal_grad
-    [B, H, M * chunks, K], whose sum over K is the part of the gradient of m_ii that comes from within a chunk, q dA k.
+    If causal, also diagonal_grad [B, H, M * chunks, K], whose sum over K is the gradient of m_ii from within a chunk.
     """
     num_k_tiles: tl.constexpr = (K + BK - 1) // BK
     k_tile, row, head, block, state, num_states, token, valid, real = tile_of(
@@ -122,7 +120,6 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Compute dk [B, T, G, K] and dv [B, T, G, V]: each program computes BK and BV lanes of one tile of tokens.
 
-    If causal, the parts from within a chunk are summed over the query heads of the KV head.
     dstates, dstates_z: Gradients of the summaries, [B, G, M, K, V] and [B, G, M, K], one for each chunk if causal.
     num_heads: Number of KV heads, G.
     """

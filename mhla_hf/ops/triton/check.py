@@ -1,7 +1,7 @@
 """Compares one small call of a kernel with PyTorch in fp64 before impl="auto" trusts the kernel on a GPU.
 
-A GPU, driver, or version of Triton that nobody has tried may miscompile them. The call takes about a second once Triton has
-the kernel in its cache. `make gpu` compares all kinds of calls.
+An untested GPU, driver, or version of Triton may miscompile it. The call takes about a second once the kernel is in Triton's
+cache. `make gpu` compares all kinds of calls.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from .tuning import CHUNK
 MAX_RELATIVE_ERROR = 3e-2  # for inputs in bf16; the interpreter gives at most 7e-3
 KERNEL_FAULTS: dict[tuple[str, torch.device], str | None] = {}
 
-# Runs a small call in bf16 on a device, always with the same inputs and without changing the global random state. Returns
-# the output, and perhaps gradients, of the kernels and of PyTorch in fp64.
+# Returns the output, and perhaps gradients, of a small call of the kernels in bf16 and of PyTorch in fp64. The inputs are
+# always the same, and the global random state is left alone.
 SmallCall = Callable[[torch.device], tuple[list[Tensor], list[Tensor]]]
 
 
 @torch.compiler.assume_constant_result
 def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
-    """Return why the kernels of `small_call` cannot be trusted on a device, or None if they can. The answer is cached.
+    """Return why the kernels of `small_call` cannot be trusted on a device, or None if they can; the answer is cached.
 
-    During CUDA graph capture nothing can be compared. `torch.OutOfMemoryError` is raised: it says nothing about the kernels.
+    `torch.OutOfMemoryError` is raised, because it says nothing about the kernels.
     """
     key = small_call.__name__, device
     if key in KERNEL_FAULTS:
@@ -53,7 +53,7 @@ def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
 
 
 def small_dense_call(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute output and gradients of a causal, normalized `mhla` with grouped heads and long blocks; see `SmallCall`."""
+    """Call a causal, normalized `mhla` with grouped heads and long blocks, forward and backward; see `SmallCall`."""
     size = CHUNK + CHUNK // 2
     blocks = Blocks.sequence(3 * size - 5, size)
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
 """What all kernels share: matrix products, and how tokens, tiles, and states are located and read.
 
-Kernels also run in Triton's interpreter, on CPU tensors. The interpreter rounds wrongly to bf16, so all products go through
-`dot`, and everything else is computed in fp32.
+Triton's interpreter, in which kernels run on CPU tensors, rounds wrongly to bf16: all products go through `dot`, and all
+else is computed in fp32.
 
 A tensor [B, T, H, W] enters a kernel as a tuple (pointer, stride of the row, of the token, of the head); its last axis is
 contiguous. BT, BK, and BV are tile sizes along tokens and the widths K and V; "lanes" are indices along a width.
@@ -24,14 +24,14 @@ UPCAST = None if tl is None else tl.constexpr(INTERPRETED)  # kernels can only r
 @kernel
 @no_type_check
 def as_tf32(x):
-    """Truncate fp32 numbers as a tf32 product does in the worst case: cut off their last 13 bits."""
+    """Cut off the last 13 bits of fp32 numbers, as a tf32 product does in the worst case."""
     return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @kernel
 @no_type_check
 def cast(x, dtype: constexpr):
-    """Cast to another dtype, rounding to nearest even; the interpreter by itself would truncate fp32 to bf16."""
+    """Cast, rounding to nearest even, where the interpreter would truncate fp32 to bf16."""
     if UPCAST and dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -43,20 +43,13 @@ def cast(x, dtype: constexpr):
 @no_type_check
 def operand(x, DOT: constexpr):
     """Cast an operand of a matrix product: to bf16 if DOT is "bf16", else to fp32."""
-    if DOT == "bf16":
-        x = cast(x, tl.bfloat16)
-    else:
-        x = x.to(tl.float32)
-    return x
+    return cast(x, tl.bfloat16) if DOT == "bf16" else x.to(tl.float32)
 
 
 @kernel
 @no_type_check
 def dot(a, b, DOT: constexpr):
-    """Compute a @ b in fp32.
-
-    DOT is "bf16", or how fp32 numbers are multiplied: "tf32", "tf32x3" (three tf32 products), or "ieee".
-    """
+    """Compute a @ b in fp32. DOT is "bf16", or the `input_precision` of fp32 numbers: "tf32", "tf32x3", or "ieee"."""
     a, b = operand(a, DOT), operand(b, DOT)
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -73,7 +66,7 @@ def dot(a, b, DOT: constexpr):
 @kernel
 @no_type_check
 def program_of(num_lane_tiles, num_parts, num_blocks, num_heads):
-    """Return the indices of this program: tile along a width, part of a block's tokens, block, head, and batch row."""
+    """Return the indices of this program: tile along a width, part of a block, block, head, and batch row."""
     program = tl.program_id(0)
     item = program // num_lane_tiles // num_parts
     head = (item // num_blocks % num_heads).to(tl.int64)
@@ -84,7 +77,7 @@ def program_of(num_lane_tiles, num_parts, num_blocks, num_heads):
 @kernel
 @no_type_check
 def block_range(block, row, tables, num_tokens, block_size):
-    """Return the first place of a block and the place after its last one. See `KernelBlocks` for places and `tables`."""
+    """Return the first place of a block and the one after its last; see `KernelBlocks` for places and `tables`."""
     edges, starts = tables[0], tables[2]
     if edges is not None:
         low = tl.load(edges + 2 * block)
@@ -100,9 +93,9 @@ def block_range(block, row, tables, num_tokens, block_size):
 @kernel
 @no_type_check
 def tokens_from(low, high, tables, key_mask, row, num_tokens, BT: constexpr, AS_KEYS: constexpr):
-    """Return the tokens at the BT places from `low` on, which of them are valid (before `high`), and which are real.
+    """Return the tokens at the BT places from `low` on, which are valid (before `high`), and which of these are real.
 
-    With AS_KEYS, real tokens are the valid ones for which `key_mask` [B, T] is True; otherwise all valid ones.
+    With AS_KEYS, real tokens are those that `key_mask` [B, T] lets through; else all.
     """
     order = tables[1]
     place = low + tl.arange(0, BT)
@@ -123,22 +116,21 @@ def tile_of(
     num_lane_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads,
     BT: constexpr, CAUSAL: constexpr, AS_KEYS: constexpr,
 ):  # fmt: skip
-    """Return what this program computes: lanes, row, head, block, its state among the num_states of a head, and tokens."""
+    """Return what this program computes: lane tile, row, head, block, its state among those of a head, and tokens."""
     num_parts = tl.cdiv(span, BT)
     tile, part, block, head, row = program_of(num_lane_tiles, num_parts, num_blocks, num_heads)
     low, high = block_range(block, row, tables, num_tokens, block_size)
     token, valid, real = tokens_from(low + part * BT, high, tables, key_mask, row, num_tokens, BT, AS_KEYS)
     state, num_states = block, num_blocks
     if CAUSAL:
-        state = block * num_parts + part
-        num_states = num_blocks * num_parts
+        state, num_states = block * num_parts + part, num_blocks * num_parts
     return tile, row, head, block, state, num_states, token, valid, real
 
 
 @kernel
 @no_type_check
 def tile_pointers(x, row, token, head, lanes):
-    """Return the pointers to a tile of x [B, T, H, W], for some tokens of a head and some lanes."""
+    """Return the pointers to some tokens and lanes of a head of x [B, T, H, W]."""
     pointer, row_stride, token_stride, head_stride = x[0], x[1], x[2], x[3]
     return pointer + row * row_stride + head * head_stride + token[:, None] * token_stride + lanes[None, :]
 
@@ -169,7 +161,7 @@ def load_number(x, row, token, head, num_tokens, num_heads, valid):
 @kernel
 @no_type_check
 def load_scaled(x, factor, row, token, head, num_tokens, num_heads, valid, lanes, WIDTH: constexpr, DOT: constexpr):
-    """Load a tile as `load_tile` does; if `factor` [B, T, H] is not None, multiply by it and cast as `operand` does."""
+    """Load a tile as `load_tile` does and, if there is a factor [B, T, H], multiply by it and cast as `operand` does."""
     tile = load_tile(x, row, token, head, valid, lanes, WIDTH)
     if factor is not None:
         numbers = load_number(factor, row, token, head, num_tokens, num_heads, valid)
@@ -188,7 +180,7 @@ def load_state(states, index, k_lanes, v_lanes, K: constexpr, V: constexpr):
 @kernel
 @no_type_check
 def invert_or_zero(den):
-    """Return 1 / den, or 0 where |den| is below the smallest normal fp32 number: 0/0 is 0 in this operator."""
+    """Return 1 / den, or 0 where `divide_or_zero` gives 0."""
     nonzero = tl.abs(den) >= 1.1754943508222875e-38  # the smallest normal fp32 number
     return tl.where(nonzero, 1.0 / tl.where(nonzero, den, 1.0), 0.0)
 
@@ -200,10 +192,10 @@ BlockTables = tuple[Tensor | None, Tensor | None, Tensor | None]
 class KernelBlocks:
     """Tells kernels which tokens are in which block; `span` is the number of tokens of the largest block.
 
-    A token's place is its index in an order in which the tokens of each block are contiguous. Block i of a row begins at
-    place starts[row] + i * block_size or, if there are `edges`, at edges[i, 0]. The tables are edges, int32 [M, 2], the
-    first place of each block and the place after its last one; order, int32 [T], the token at each place; and starts, as in
-    `mhla`. Each is None if not needed.
+    A token's place is its index in an order in which blocks are contiguous. Block i of a row begins at place
+    starts[row] + i * block_size or, if there are `edges`, at edges[i, 0]. The tables, each None if not needed, are edges,
+    int32 [M, 2], the first place of each block and the one after its last; order, int32 [T], the token at each place; and
+    starts.
     """
 
     num_blocks: int
@@ -220,7 +212,7 @@ class KernelBlocks:
 def kernel_blocks(
     numbers: list[int], device: torch.device, starts: Tensor | None = None, edges: Tensor | None = None
 ) -> KernelBlocks:
-    """Make `KernelBlocks` from what `blocks_as_numbers` returns, and from `starts` or the `edges` of packed sequences."""
+    """Make `KernelBlocks` from the result of `blocks_as_numbers` and, if any, starts or the edges of packed sequences."""
     block_size, prefix, num_axes, *sizes = numbers
     counts, shape, *others = (tuple(sizes[i : i + num_axes]) for i in range(0, len(sizes), num_axes))
     blocks = Blocks(shape, counts, block_size or None, prefix, tuple(others))
@@ -237,14 +229,14 @@ def kernel_blocks(
 
 
 def blocks_as_numbers(blocks: Blocks) -> list[int]:
-    """Convert to block size or 0, prefix, number of axes, counts, and shape of each grid, as operator schemas require."""
+    """Convert to what an operator's schema allows: block size or 0, prefix, number of axes, counts, and shapes of grids."""
     others = [size for shape in blocks.others for size in shape]
     return [blocks.block_size or 0, blocks.prefix, len(blocks.counts), *blocks.counts, *blocks.shape, *others]
 
 
 @lru_cache(maxsize=1024)  # large, because a captured CUDA graph keeps reading the tables of its grid
 def grid_tables(blocks: Blocks, device: torch.device) -> BlockTables:
-    """Return the tables of a grid (see `KernelBlocks`), which are cached."""
+    """Return the tables of `KernelBlocks` for a grid."""
     ends = torch.tensor(blocks.sizes()).cumsum(0)
     edges = torch.stack((ends - torch.tensor(blocks.sizes()), ends), 1)
     order = torch.argsort(blocks.index(), stable=True)

@@ -1,7 +1,7 @@
-"""The Triton implementation as two `torch.library` operators, forward and backward, and `triton_mhla` on top of them.
+"""The Triton implementation: `triton_mhla`, on two `torch.library` operators, forward and backward.
 
-The backward pass computes and mixes the summaries again, so that only the inputs, the output, and the inverse of the
-denominator are saved. Custom operators are opaque to torch.compile, which then needs only one graph for all lengths.
+The backward pass recomputes the mixed summaries: only the inputs, the output, and the inverse of the denominator are saved.
+Custom operators are opaque to torch.compile, which then needs only one graph for all lengths.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ SCHEMA_TYPES = {
     torch.dtype: "ScalarType",
 }  # fmt: skip
 NUM_TENSORS = 7  # the first fields of `TritonInputs`
-LANE_TILES = {"o": "BV", "dq": "BK", "dk": "BK", "dv": "BV"}  # the tile size along the width of each output
+LANE_TILES = {"o": "BV", "dq": "BK", "dk": "BK", "dv": "BV"}  # tile sizes along the width of outputs
 
 
 class TritonInputs(NamedTuple):
@@ -61,10 +61,9 @@ class TritonInputs(NamedTuple):
 
 
 def triton_mhla(inputs: MHLAInputs) -> Tensor:
-    """Compute `mhla` by Triton kernels, on inputs that `triton_refusal` accepts.
+    """Compute `mhla` by Triton kernels, for inputs that `triton_refusal` accepts.
 
-    A denominator with features of its own takes a second call of the operator, with ones for values. The official
-    denominator is computed in PyTorch.
+    A denominator with features of its own takes a second call, with ones for values. The official one is PyTorch's.
     """
     q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     blocks, causal, normalize = options.blocks, options.causal, options.normalize
@@ -101,7 +100,7 @@ def triton_mhla(inputs: MHLAInputs) -> Tensor:
 
 
 def triton_refusal(q: Tensor, k: Tensor, v: Tensor, k_den: Tensor | None = None) -> str | None:
-    """Return why the kernels cannot run on these tensors, as a clause without a period; None if they can."""
+    """Return why the kernels cannot run on these tensors, as a clause, or None if they can."""
     if triton is None:
         return "triton is not installed"
     if q.device.type != "cuda" and not INTERPRETED:
@@ -147,18 +146,15 @@ class KernelCall:
         }
 
     def read_keys(self, inputs: TritonInputs) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-        """Compute the summaries S and z of the keys, and the arguments of a kernel whose queries read their mixture."""
-        options = inputs.causal, inputs.normalize
-        s, z = summaries(
-            self.k, self.v, self.key_blocks, self.dot_as, self.k.shape[2], *options, key_mask=inputs.key_mask
-        )
-        states, states_z = (
-            None if x is None else mix_states(self.mixing, x, self.num_state_heads, self.num_chunks) for x in (s, z)
-        )
+        """Compute the summaries S and z of the keys, and the arguments of a kernel that reads their mixture."""
+        options = self.dot_as, self.k.shape[2], inputs.causal, inputs.normalize
+        s, z = summaries(self.k, self.v, self.key_blocks, *options, key_mask=inputs.key_mask)
+        sizes = self.num_state_heads, self.num_chunks
+        states, states_z = (None if x is None else mix_states(self.mixing, x, *sizes) for x in (s, z))
         return s, z, {"states": states, "states_z": states_z, "queries_per_state": self.queries_per_state}
 
     def launch(self, kernel: TunedKernel, blocks: KernelBlocks, outputs: dict[str, Tensor], **arguments: Any) -> None:
-        """Launch a kernel, which writes the outputs [B, T, heads, width], by parameter name, of the tokens of `blocks`."""
+        """Launch a kernel, which writes the outputs [B, T, heads, width], by parameter name, for the tokens of `blocks`."""
         batch, _, num_heads, _ = next(iter(outputs.values())).shape
 
         def grid(sizes: dict[str, int]) -> tuple[int]:
@@ -175,7 +171,7 @@ class KernelCall:
         )
 
     def allocate(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate an output: zeros if the call has `starts`, because kernels do not write tokens before them."""
+        """Allocate an output: zeros if there are `starts`, because kernels do not write tokens before them."""
         make = torch.zeros if self.has_starts else torch.empty
         return make(shape or like.shape, dtype=dtype or like.dtype, device=like.device)
 
@@ -205,17 +201,14 @@ def triton_backward(do: Tensor, o: Tensor, inv: Tensor | None, *arguments: Any) 
         dq, dk, dv = (call.allocate(x) for x in (q, k, v))
         r = None if inv is None else torch.empty_like(inv)
         diagonal_grad = None
-        if causal:
-            shape = q.shape[0], q.shape[2], s.shape[2], q.shape[3]  # [B, H, M * chunks, K]
-            diagonal_grad = torch.empty(shape, dtype=torch.float32, device=q.device)
+        if causal:  # [B, H, M * chunks, K]
+            diagonal_grad = q.new_empty(q.shape[0], q.shape[2], s.shape[2], q.shape[3], dtype=torch.float32)
         grads = {"do": with_strides(do), "inv": inv, "r": r}
         result = {"o": with_strides(o) if normalize else None, "diagonal_grad": diagonal_grad}
         call.launch(dq_kernel, call.query_blocks, {"dq": dq}, **grads, **read, **result)
         # The gradients of the states are summaries of q and do, since o = q P.
-        factors = {"v_factor": inv, "z_factor": r}
-        dstates, dstates_z = summaries(
-            q, do, call.query_blocks, call.dot_as, call.num_state_heads, causal, normalize, **factors
-        )
+        options = call.dot_as, call.num_state_heads, causal, normalize
+        dstates, dstates_z = summaries(q, do, call.query_blocks, *options, v_factor=inv, z_factor=r)
         ds = mix_states(mixing, dstates, k.shape[2], num_chunks, transposed=True)
         dz = None if dstates_z is None else mix_states(mixing, dstates_z, k.shape[2], num_chunks, transposed=True)
         call.launch(dkdv_kernel, call.key_blocks, {"dk": dk, "dv": dv}, **grads, dstates=ds, dstates_z=dz)
@@ -246,7 +239,7 @@ def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tens
 
 
 def triton_gradients(ctx: Any, do: Tensor, inv_grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of `TRITON_FORWARD`. That of inv, which is internal, is ignored."""
+    """Compute the gradients of `TRITON_FORWARD`; inv is internal and has none."""
     grads = TRITON_BACKWARD(do, *ctx.saved_tensors, *ctx.options)
     return *grads, *[None for _ in TritonInputs._fields[4:]]
 
@@ -255,7 +248,7 @@ def register_operator(
     name: str, schema: str, function: Callable, fake: Callable, gradients: Callable | None = None,
     setup_context: Callable | None = None,
 ) -> Any:  # fmt: skip
-    """Register a custom operator in the namespace `TRITON_SPACE`, unless an equal copy of this file already has."""
+    """Register a custom operator in `TRITON_SPACE`, unless another copy of this file already has."""
     space = getattr(torch.ops, TRITON_SPACE)
     if not hasattr(space, name):
         operator = torch.library.custom_op(f"{TRITON_SPACE}::{name}", function, mutates_args=(), schema=schema)

@@ -1,8 +1,7 @@
 """The kernel that sums over the tokens of a block: S = sum k v^T and z = sum k (paper eq. 4).
 
-Each program walks the tokens of one part of a block and accumulates one tile of the sum. A part is a whole block, a chunk
-of a causal block, or, if few long blocks would leave most of a GPU idle, a fraction of a block. The gradients of mixed
-summaries are summaries of q and do.
+Each program accumulates one tile of the sum over a part of a block: a whole block, a chunk of a causal block, or, if few
+long blocks would leave most of a GPU idle, a fraction. The gradients of mixed summaries are summaries of q and do.
 """
 
 from functools import partial
@@ -39,7 +38,7 @@ def summaries_kernel(
     """Compute s [B, num_heads, M * parts, K, V] and z [B, num_heads, M * parts, K]; each program computes a tile of a part.
 
     span: Number of tokens in a part.
-    heads_per_sum: Number of neighboring heads of k and v over which each head of the results is a sum.
+    heads_per_sum: Number of neighboring heads of k and v that are summed.
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     num_k_tiles: tl.constexpr = (K + BK - 1) // BK
@@ -76,8 +75,8 @@ def summaries(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute the sums of k v^T and, `with_z`, of k over every block or, if causal, over every chunk.
 
-    Each of the `num_heads` of s [B, num_heads, M or M * chunks, K, V] and z (without V) is a sum over neighboring heads.
-    v_factor [B, T, H] multiplies v, and z_factor [B, T, H] multiplies k in the sum of k.
+    Neighboring heads are summed: s is [B, num_heads, M or M * chunks, K, V], and z the same without V. v_factor [B, T, H]
+    multiplies v, and z_factor [B, T, H] multiplies k in the sum of k.
     """
     batch, _, total_heads, key_width = k.shape
     value_width = v.shape[3]
@@ -117,10 +116,7 @@ def summaries(
 
 
 def part_span(span: int, num_sums: int) -> int:
-    """Return the tokens per part, a multiple of `CHUNK`, when blocks of up to `span` tokens are cut into parts.
-
-    There are enough for `ENOUGH_PROGRAMS`, but none below `MIN_PART_TOKENS`.
-    """
+    """Return the tokens per part, a multiple of `CHUNK`, for `ENOUGH_PROGRAMS`, but no part below `MIN_PART_TOKENS`."""
     num_parts = max(1, min(span // MIN_PART_TOKENS, num_tiles(ENOUGH_PROGRAMS, num_sums)))
     return num_tiles(num_tiles(span, num_parts), CHUNK) * CHUNK
 

@@ -1,7 +1,7 @@
-"""How kernels are compiled, how their tiles are chosen, and small helpers of their launchers.
+"""How kernels are compiled and their tiles chosen, and small helpers of their launchers.
 
-Triton may be missing: `kernel` then leaves functions as they are, and nothing is launched. Numbers that depend on a length
-are never compile-time constants, so a kernel is compiled once for all lengths.
+Without triton, `kernel` leaves functions as they are, and nothing is launched. Numbers that depend on a length are never
+compile-time constants, so a kernel is compiled once for all lengths.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ except ImportError:
     tl = None
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
-CHUNK = 64  # tokens per tile; in causal blocks, the tokens that are handled quadratically
+CHUNK = 64  # tokens per tile; causal blocks are quadratic within one
 MAX_HEAD_WIDTH = 256
-# Kernel parameters that vary with the length or the number of heads. Triton would otherwise compile a kernel again for
-# values that are 1 or divisible by 16.
+# Kernel parameters that vary with the length or the number of heads. For values that are 1 or divisible by 16, Triton would
+# compile a kernel again.
 LENGTH_PARAMETERS = frozenset((
     "num_tokens", "block_size", "span", "num_parts", "num_blocks", "num_columns", "mixing_head_stride",
     "mixing_row_stride", "queries_per_kv", "sources_per_head", "heads_per_sum",
@@ -31,7 +31,7 @@ LENGTH_PARAMETERS = frozenset((
 
 
 def kernel(function: Callable) -> Any:
-    """Compile a function with `triton.jit`, without specializing on `LENGTH_PARAMETERS`; without triton, return it as is."""
+    """Compile a function by `triton.jit`, not specialized on `LENGTH_PARAMETERS`; without triton, return it as it is."""
     if triton is None:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -41,8 +41,8 @@ def kernel(function: Callable) -> Any:
 class TunedKernel:
     """A kernel whose tile sizes `triton.autotune` chooses once for every combination of the constants named in `key`.
 
-    Kernels write their outputs and never read them, so they can be run repeatedly for timing. `configurations` returns the
-    tile sizes to try for the constants of a launch, each with num_warps and num_stages. The interpreter takes the first.
+    `configurations` returns the tile sizes to try for the constants of a launch, each with num_warps and num_stages; the
+    interpreter takes the first. Kernels never read their outputs, so they can be run repeatedly for timing.
     """
 
     def __init__(self, function: Callable, configurations: Callable[[dict], list[dict]], key: tuple[str, ...]):
@@ -56,7 +56,7 @@ class TunedKernel:
             self.tuner = tune(self.jitted)
 
     def choices(self, constants: dict[str, Any]) -> list[Any]:
-        """Return the `triton.Config`s that fit into the shared memory of this GPU; if none does, the last one."""
+        """Return the `triton.Config`s that fit the shared memory of this GPU, or the last one if none does."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         available = getattr(properties, "shared_memory_per_block_optin", 65536)
         configurations = self.configurations(constants)
@@ -67,7 +67,7 @@ class TunedKernel:
         ]
 
     def __getitem__(self, grid: Callable[[dict], tuple[int]]) -> Callable[..., Any]:
-        """Return the launcher of the kernel. It takes all arguments and constants by keyword, except for the tile sizes."""
+        """Return the launcher of the kernel, which takes all arguments and constants but tile sizes by keyword."""
         if self.tuner is not None:
             return partial(self.tuner[grid], enable_fp_fusion=True)
         launch = partial(self.jitted[grid], enable_fp_fusion=True)
@@ -75,15 +75,14 @@ class TunedKernel:
 
 
 def tuned(configurations: Callable[[dict], list[dict]], *key: str) -> Callable[[Callable], TunedKernel]:
-    """Decorator that turns a function into a `TunedKernel`."""
     return lambda function: TunedKernel(function, configurations, key)
 
 
 def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[str, int]]:
-    """List the tile sizes to try for kernels on tokens: first those of a rule, then variants of them.
+    """List the tile sizes to try for kernels on tokens: first those of a rule, then variants.
 
-    By the rule, a tile covers the whole width of a head up to `max_lanes` lanes (up to 32 if products are not bf16), so that
-    tiles stay in registers. Wider keys and values are both divided into the same number of parts.
+    By the rule, a tile is as wide as a head, but at most `max_lanes` lanes (32 if products are not bf16), to stay in
+    registers. Wider keys and values are divided into the same number of parts.
     """
     K, V = next_lanes(constants["K"]), next_lanes(constants["V"])
     is_bf16 = constants["DOT"] == "bf16"
@@ -97,9 +96,9 @@ def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[st
 
 
 def block_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
-    """List the tile sizes to try for products of mixing and summaries, the default first; they depend on the dtype only."""
+    """List the tile sizes to try for products of mixing and summaries, the default first."""
     width = 128 if constants["DOT"] == "bf16" else 64
-    if INTERPRETED:  # which takes the same time for a tile of any size
+    if INTERPRETED:  # where a tile of any size takes the same time
         width = 2048
     rule = {"BM": 32, "BN": 32, "BX": width, "num_warps": 4, "num_stages": 2}
     larger = {**rule, "BM": 64, "BN": 64, "num_warps": 8}
@@ -107,7 +106,7 @@ def block_tiles(constants: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def shared_bytes(DOT: str, config: dict[str, int]) -> int:
-    """Estimate the shared memory of a program in bytes: the tiles that one iteration of its loop loads, for each stage."""
+    """Estimate the shared memory of a program in bytes: the tiles that an iteration of its loop loads, for each stage."""
     rows, *widths = (size for name, size in config.items() if name.startswith("B"))
     tile_elements = rows * sum(widths) + widths[0] * widths[-1]
     return config["num_stages"] * (2 if DOT == "bf16" else 4) * tile_elements
@@ -116,8 +115,8 @@ def shared_bytes(DOT: str, config: dict[str, int]) -> int:
 def dot_kind(*tensors: Tensor) -> str:
     """Return the DOT constant (see `dot`) for products of these tensors.
 
-    fp16 inputs take tf32, which represents them exactly and has room for intermediate results beyond the range of fp16. On
-    AMD GPUs, all inputs but bf16 take "ieee".
+    fp16 takes tf32, which represents it exactly and has room for intermediate results beyond its range. On AMD GPUs, all but
+    bf16 take "ieee".
     """
     dtypes = {x.dtype for x in tensors}
     if dtypes == {torch.bfloat16}:
@@ -133,24 +132,23 @@ def on_device(x: Tensor) -> AbstractContextManager:
 
 
 def with_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Return a tensor [B, T, H, W] as kernels take it: the tensor, and its strides of row, token, and head."""
-    row_stride, token_stride, head_stride = x.stride()[:3]
-    return x, row_stride, token_stride, head_stride
+    """Return a tensor [B, T, H, W] as kernels take it, with its strides of row, token, and head."""
+    return x, x.stride(0), x.stride(1), x.stride(2)
 
 
 def mixing_arguments(mixing: Tensor) -> dict[str, Any]:
-    """Return the kernel arguments of a mixing matrix whose rows are contiguous; heads that share it have stride 0."""
+    """Return a mixing matrix, whose rows are contiguous, as kernels take it; the stride of shared heads is 0."""
     head_stride = mixing.stride(0) if mixing.dim() == 3 else 0
     return {"mixing": mixing, "mixing_head_stride": head_stride, "mixing_row_stride": mixing.stride(-2)}
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return `x` itself if its last axis is contiguous, else a copy."""
+    """Return x if its last axis is contiguous, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def next_lanes(width: int) -> int:
-    """Return the smallest power of two that is at least `width` and at least 16."""
+    """Return the smallest power of two that is at least `width` and 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 

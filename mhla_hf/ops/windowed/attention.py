@@ -1,20 +1,17 @@
-"""Causal attention with a near and a far part under one normalizer: softmax over a window, MHLA by decays before it.
+"""Attention with a near and a far part under one normalizer: softmax over a window, MHLA by decays before it.
 
-Let i = t // block_size be the block of token t. Its near keys are those of block i, of the `window - 1` blocks before it,
-and of the first `sinks` tokens of the sequence. All other earlier tokens are far. Their weights are brought to the scale of
-softmax weights by e^balance, a learned factor per head:
+The near keys of a token t in block i are those of block i, of the `window - 1` blocks before it, and of the first `sinks`
+tokens of the sequence. All other earlier tokens s, each in a block j, are far. With scores z_ts = scale * <q_t, k_s>,
+features fq and fk of queries and keys, and a learned balance per head:
 
     o_t = (sum_near e^z_ts v_s + e^balance sum_far m[i, j] <fq_t, fk_s> v_s) / (the same with 1 for v_s)
 
-with scores z_ts = scale * <q_t, k_s> and features fq and fk of queries and keys. The near part is a fused softmax, whose
-logsumexp merges it with the far part (`NearAndFar`).
+The near part is a fused softmax, whose logsumexp merges it with the far part (`NearAndFar`).
 
-Without a balance the near part is linear, too: its weights are m[i, i] * scale * <q_t, k_s>, with features as q and k. This
-is MHLA by decays and nothing else.
+Without a balance, this is MHLA by decays alone: near weights are m[i, i] * scale * <q_t, k_s>, with features as q and k.
 """
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,14 +22,14 @@ from torch import Tensor
 from ..reference import divide_or_zero
 from ..torch_layout import DifferentiableOnce, align_blocks, by_block, by_token, resize_tokens
 from .decays import Decays, block_distances, decayed_sums, powers
-from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
+from .fused_softmax import causal_softmax, make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
 
-PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds the memory that the gather takes
+PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds the memory
 
 
 class SinkTokens(NamedTuple):
-    """S sinks: of each row, k and v [B, S, G, ..] and which are keys, bool [B, S]; of each packed block, [B, M, S, ..]."""
+    """S sinks of each row, k and v [B, S, G, ..], and which are keys, bool [B, S]; if packed, of each block [B, M, ..]."""
 
     k: Tensor
     v: Tensor
@@ -40,9 +37,10 @@ class SinkTokens(NamedTuple):
 
 
 class PastSums(NamedTuple):
-    """Running sums [B, G, R, K, V + 1] that the queries of one block per row read; `block`, int [B], is that block.
+    """Running sums [B, G, R, K, V + 1] that the queries of one block of each row, `block` int64 [B], read.
 
-    For each rate lambda this is the sum over blocks j <= block - window of lambda^(block - j) S_j (`block_summaries`)."""
+    With S_j from `block_summaries`, they are the sums over j <= block - window of lambda^(block - j) S_j.
+    """
 
     sums: Tensor
     block: Tensor
@@ -53,15 +51,14 @@ class BlockRun:
     """M consecutive blocks of C tokens; the first token is at a block edge.
 
     Args:
-        inputs: The T tokens, T at most M * C. If q_features has fewer, it has the last ones; nothing is far from the others.
-        k_features: [B, T, G, K], keys of the far part. If it has fewer tokens, they are the first ones; the others are far
-            from no query.
-        block_index: Int [B or 1, M], the index of each block in its sequence.
+        inputs: At most M * C tokens. q_features may have only the last of them; nothing is far from the others.
+        k_features: [B, T, G, K], or only the first of the tokens; the others are far from no query.
+        block_index: int64 [B or 1, M], the index of each block in its sequence.
         valid: bool [B, T], the tokens that are keys; None if all are, and the run is one sequence per row from its start.
-        sequence_id: Int [M], the sequence of each block if several are packed, else None.
+        sequence_id: int64 [M], the sequence of each block if several are packed.
         sink_tokens: Sinks from a state; None to take the first tokens of each sequence.
         past: Running sums from a state; None if no tokens came before.
-        first_query_block: Index, among the M blocks, of the first one with queries; outputs of earlier blocks are 0.
+        first_query_block: The first of the M blocks with queries; outputs of earlier ones are 0.
     """
 
     inputs: WindowedInputs
@@ -75,18 +72,17 @@ class BlockRun:
 
 
 def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
-    """Return the first query of a sequence that can have far keys, and the end of the keys that are far from some query."""
-    num_blocks = (num_tokens + options.block_size - 1) // options.block_size
-    first_query = min(options.window * options.block_size, num_tokens)
-    return first_query, max(num_blocks - options.window, 0) * options.block_size
+    """Return the first query of a sequence that has far keys, and the end of the keys that are far from some query."""
+    size, window = options.block_size, options.window
+    return min(window * size, num_tokens), max((num_tokens + size - 1) // size - window, 0) * size
 
 
 def windowed_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
-    """Attend to near tokens by softmax and to far tokens by MHLA; the top of this file has the formula.
+    """Attend to near tokens by softmax and to far tokens by MHLA; `attention.py` has the formula.
 
     Args:
-        inputs: The inputs. Without key_mask, starts, and cu_seqlens, q_features may begin at the first token of `far_range`.
-        k_features: [B, T, G, K], keys of the far part; q_features that begin later may go with keys that end earlier.
+        inputs: The inputs. Without padding and packing, q_features may have only the queries of `far_range`.
+        k_features: [B, T, G, K], keys of the far part or, together with such q_features, only those of `far_range`.
 
     Returns:
         [B, T, H, V] in v's dtype or, with `options.unrounded`, in at least fp32.
@@ -96,24 +92,23 @@ def windowed_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     """
     q, k, v, q_features, _, _, options, *padding = inputs
     aligned = align_blocks(q, options.block_size, *padding)
-    q, k, v, q_features, k_features = aligned.move(q, k, v, q_features, k_features)
+    q, k, v, q_features, k_features = aligned.tokens.move(q, k, v, q_features, k_features)
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
     o, _ = attend_run(BlockRun(inputs, k_features, aligned.block[None], aligned.valid, aligned.sequence_id))
-    return aligned.take_back(o)
+    return aligned.tokens.take_back(o)
 
 
 def two_way_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
-    """Attend to near tokens by softmax and to far tokens by MHLA, to later tokens as to earlier ones.
+    """Attend as `windowed_attention` does, but to later tokens, too, with |i - j| in place of i - j.
 
-    In the formula, |i - j| takes the place of i - j. The summaries of all blocks are mixed by one matrix per KV head and
-    decay, at a cost that grows with the square of the number of blocks.
+    A matrix per KV head and decay mixes the summaries, at a cost that is quadratic in the number of blocks.
 
     Args:
         inputs: The inputs, without starts and cu_seqlens. The options have `both_ways` and no sinks.
         k_features: [B, T, G, K], keys of the far part.
 
     Returns:
-        [B, T, H, V], as `windowed_attention` does.
+        [B, T, H, V] in v's dtype or, with `options.unrounded`, in at least fp32.
     """
     q, options = inputs.q, inputs.options
     num_blocks = (q.shape[1] + options.block_size - 1) // options.block_size
@@ -128,10 +123,7 @@ def two_way_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
 
 
 def attend_run(run: BlockRun, end_block: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Compute the outputs [B, T, H, V] of a run and, if `end_block` int [B] is given, the sums that its queries read.
-
-    The sums are those of `PastSums` at a block of each row.
-    """
+    """Compute the outputs [B, T, H, V] of a run and, if `end_block` [B] is given, the sums of `PastSums` at these blocks."""
     options, block_index, past = run.inputs.options, run.block_index, run.past
     run = with_valid(run)
     summaries = block_summaries(run)
@@ -149,8 +141,8 @@ def attend_run(run: BlockRun, end_block: Tensor | None = None) -> tuple[Tensor, 
 def with_valid(run: BlockRun) -> BlockRun:
     """Return a run whose `valid`, if it needs one, is bool [B, M * C].
 
-    torch.compile needs one for the sake of a single graph. So does a run within one window that has query features: these
-    shall get gradients (of zero), as those of other processes do.
+    torch.compile needs one, to have a single graph. So does a run within one window that has query features: they must get
+    gradients (of zero), because other processes may have some.
     """
     (valid, q, q_features), options = (run.valid, run.inputs.q, run.inputs.q_features), run.inputs.options
     num_blocks = run.block_index.shape[1]
@@ -163,99 +155,45 @@ def with_valid(run: BlockRun) -> BlockRun:
     return replace(run, valid=resize_tokens(valid, length) & exists)
 
 
-class NearPiece(NamedTuple):
-    """Softmax over window and sinks of the blocks from `begin` to `end`, with what its backward pass needs.
-
-    See `NearAndFar` for the tensors.
-    """
-
-    begin: int
-    end: int
-    tensors: tuple[Tensor, ...]
-    mask: Tensor
-    near: Tensor
-    lse: Tensor
-
-
-def near_pieces(run: BlockRun) -> Iterator[NearPiece]:
-    """Compute softmax over window and sinks for all blocks of a run with queries, some blocks at a time."""
-    q, k, v, options = *run.inputs[:3], run.inputs.options
-    size, window, num_blocks = options.block_size, options.window, run.block_index.shape[1]
-    sinks = run.sink_tokens or find_sinks(run)
-    q, k, v = (resize_tokens(x, num_blocks * size) for x in (q, k, v))
-    if run.valid is not None:
-        k, v = (torch.where(run.valid[..., None, None], x, 0) for x in (k, v))
-    mask = None
-    for begin, end in piece_borders(run):
-        if mask is None or run.valid is not None or begin <= window:
-            mask = window_mask(run, sinks.valid, begin, end)
-        queries = by_block(q[:, begin * size : end * size], k.shape[2], size)
-        keys, values = (take_window(x, options, begin, end) for x in (k, v))
-        sink_k, sink_v = (sinks_of_blocks(x, begin, end) for x in (sinks.k, sinks.v))
-        tensors = queries, keys, values, sink_k, sink_v
-        with torch.no_grad():
-            window_k, window_v = gather_windows(keys, sink_k, size, mask), gather_windows(values, sink_v, size, mask)
-            near, lse = softmax_forward(queries, window_k, window_v, mask, options.scale)
-        yield NearPiece(begin, end, tensors, mask, near, lse)
-
-
-def piece_borders(run: BlockRun) -> Iterator[tuple[int, int]]:
-    """Return the first block and the end of each piece of a run, in which the queries' windows are gathered at a time.
-
-    Under torch.compile there is one piece, so that one graph serves all lengths.
-    """
-    options, num_blocks, first = run.inputs.options, run.block_index.shape[1], run.first_query_block
-    if torch.compiler.is_compiling():
-        return iter([(0, num_blocks)])
-    if run.valid is None and run.inputs.balance is not None:
-        first = min(options.window, num_blocks)
-    borders = [*range(first, num_blocks, max(PIECE_TOKENS // options.block_size, 1)), num_blocks]
-    return itertools.pairwise(borders)
-
-
 def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tensor:
-    """Return the outputs [B, T, H, V] of a `BlockRun`: softmax over the window, merged with the far part.
-
-    `far_sums` [B, G, M, R, K, V + 1] are the sums of earlier blocks that each block reads.
-    """
+    """Compute the outputs [B, T, H, V] of a run, whose blocks read the sums `far_sums` [B, G, M, R, K, V + 1]."""
     q, k, v, q_features, _, balance, options, *_ = run.inputs
     size, window, num_blocks = options.block_size, options.window, run.block_index.shape[1]
-    num_tokens, length, dtype = q.shape[1], num_blocks * size, v.dtype
+    num_tokens, num_kv_heads, dtype = q.shape[1], k.shape[2], v.dtype
     if decays.power is not None and q_features.shape[1]:
         scale = decays.length_scale(run.block_index, window).repeat_interleave(size, 1)  # [B or 1, M * C, H]
         scale = resize_tokens(scale, num_tokens)[:, num_tokens - q_features.shape[1] :]
         q_features = q_features * scale[..., None].to(q_features.dtype)
     first_far = (num_tokens - q_features.shape[1]) // size  # the block at which q_features begins
-    q_features = resize_tokens(q_features, length - first_far * size)
-
-    def far_of(begin: int, end: int) -> Tensor:
-        features = q_features[:, (begin - first_far) * size : (end - first_far) * size]
-        return read_far(by_block(features, k.shape[2], size), far_sums[:, :, begin:end], decays.weight)
-
+    q_features = resize_tokens(q_features, (num_blocks - first_far) * size)
+    q, k, v = (resize_tokens(x, num_blocks * size) for x in (q, k, v))
+    if run.valid is not None:
+        k, v = (torch.where(run.valid[..., None, None], x, 0) for x in (k, v))
     outputs, first = [], run.first_query_block
     if first:
         outputs.append(far_sums.new_zeros(len(q), first * size, q.shape[2], v.shape[-1]))
-    if balance is None:
-        q, k, v = (resize_tokens(x, length) for x in (q, k, v))
-        if run.valid is not None:
-            k, v = (torch.where(run.valid[..., None, None], x, 0) for x in (k, v))
-        for begin, end in piece_borders(run):
-            part = slice(begin * size, end * size)
-            queries, keys, values = (by_block(x[:, part], k.shape[2], size) for x in (q, k, v))
-            o = linear_attention(queries, keys, values, far_of(begin, end), decays.weight, options)
-            outputs.append(by_token(o if options.unrounded else o.to(dtype), len(q), size))
-        return resize_tokens(torch.cat(outputs, 1), num_tokens)
-    if run.valid is None:
-        # Nothing is far from the first `window` blocks: they are causal softmax.
+    elif balance is not None and run.valid is None:
         first = min(window, num_blocks)
-        near_q, near_k, near_v = (resize_tokens(x, length)[:, : first * size].transpose(1, 2) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(near_q, near_k, near_v, is_causal=True, scale=options.scale, enable_gqa=True)
-        outputs.append(o.transpose(1, 2))
-    for piece in near_pieces(run):
-        far = far_of(piece.begin, piece.end)
-        shift = balance.to(far.dtype).view(k.shape[2], -1, 1).expand(-1, -1, size).flatten(1)  # [G, (H / G) * C]
-        known = piece.near, piece.lse, piece.mask
-        o = NearAndFar.apply(*piece.tensors, far, shift, *known, size, options.scale)
+        outputs.append(causal_softmax(q[:, : first * size], k[:, : first * size], v[:, : first * size], options.scale))
+    if torch.compiler.is_compiling():  # one piece, so that one graph serves all lengths
+        borders = [0, num_blocks]
+    else:
+        borders = [*range(first, num_blocks, max(PIECE_TOKENS // size, 1)), num_blocks]
+    sinks, mask = run.sink_tokens or find_sinks(run), None
+    for begin, end in itertools.pairwise(borders):
+        queries = by_block(q[:, begin * size : end * size], num_kv_heads, size)
+        features = q_features[:, (begin - first_far) * size : (end - first_far) * size]
+        far = read_far(by_block(features, num_kv_heads, size), far_sums[:, :, begin:end], decays.weight)
+        if balance is None:
+            keys, values = (by_block(x[:, begin * size : end * size], num_kv_heads, size) for x in (k, v))
+            o = linear_attention(queries, keys, values, far, decays.weight, options)
+        else:
+            if mask is None or run.valid is not None or begin <= window:
+                mask = window_mask(run, sinks.valid, begin, end)
+            keys, values = (take_window(x, options, begin, end) for x in (k, v))
+            sink_k, sink_v = (sinks_of_blocks(x, begin, end) for x in (sinks.k, sinks.v))
+            shift = balance.to(far.dtype).view(num_kv_heads, -1, 1).expand(-1, -1, size).flatten(1)  # [G, (H / G) * C]
+            o = NearAndFar.apply(queries, keys, values, sink_k, sink_v, far, shift, mask, size, options.scale)
         outputs.append(by_token(o if options.unrounded else o.to(dtype), len(q), size))
     return resize_tokens(torch.cat(outputs, 1), num_tokens)
 
@@ -272,25 +210,16 @@ class NearAndFar(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink_k: Tensor,
-        sink_v: Tensor,
-        far: Tensor,
-        balance: Tensor,
-        near: Tensor,
-        lse: Tensor,
-        mask: Tensor,
-        size: int,
-        scale: float,
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, far: Tensor, balance: Tensor,
+        mask: Tensor, size: int, scale: float,
+    ) -> Tensor:  # fmt: skip
         """Compute o [B * m, G, N, V] in far's dtype, for the N = (H / G) * C queries of each of m blocks.
 
         q is [B * m, G, N, D], far [B * m, G, N, V + 1], balance [G, N]; k and v are from `take_window`, sink_k and sink_v
-        from `sinks_of_blocks`, the mask is from `window_mask`; near and lse are their softmax.
+        from `sinks_of_blocks`, the mask is from `window_mask`.
         """
+        window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
+        near, lse = softmax_forward(q, *window, mask, scale)
         o, total = merge_near_and_far(near, lse.to(far.dtype), far, balance, mask.dtype)
         ctx.save_for_backward(q, k, v, sink_k, sink_v, far, balance, mask, o, total)
         ctx.size, ctx.scale = size, scale
@@ -315,31 +244,25 @@ class NearAndFar(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
             inputs = (do, q, k, v, sink_k, sink_v, far, balance)
             grads = [None if x is None else DifferentiableOnce.apply(x, *inputs) for x in grads]
-        return *grads, *[None] * 5
+        return *grads, None, None, None
 
 
 def merge_near_and_far(
     near: Tensor, lse: Tensor, far: Tensor, balance: Tensor, mask_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Merge softmax over near keys [.., N, V], with its logsumexp [.., N], with the far part; see `NearAndFar`.
-
-    Returns the output and the logsumexp of both.
-    """
+    """Merge softmax over near keys [.., N, V] and its logsumexp [.., N] with the far part: o and total of `NearAndFar`."""
     total = torch.logaddexp(lse, far[..., -1].log() + balance)
     o = torch.exp(lse - total).masked_fill(no_key(lse, mask_dtype), 0)[..., None] * near
     return o + far_factor(far, balance, total) * far[..., :-1], total
 
 
 def far_factor(far: Tensor, balance: Tensor, total: Tensor) -> Tensor:
-    """Return e^(balance - total), with which the far part enters an output, [.., N, 1]; 0 where nothing is far."""
+    """Return the multiplier of the far part in an output, e^(balance - total) [.., N, 1], or 0 where nothing is far."""
     return torch.exp(balance - total).masked_fill(far[..., -1] == 0, 0)[..., None]
 
 
 def take_window(x: Tensor, options: WindowedOptions, begin: int, end: int) -> Tensor:
-    """Return the tokens that the queries of blocks `begin` to `end` see, [B, M * C, G, D] -> [B, G, tokens, D].
-
-    Where the window reaches beyond the run, they are zeros.
-    """
+    """Return the tokens that blocks `begin` to `end` see, 0 beyond the run: [B, M * C, G, D] -> [B, G, tokens, D]."""
     first = (begin - options.window + 1) * options.block_size
     last = (end + (options.window - 1 if options.both_ways else 0)) * options.block_size
     inside = x[:, max(first, 0) : last].transpose(1, 2)
@@ -349,13 +272,13 @@ def take_window(x: Tensor, options: WindowedOptions, begin: int, end: int) -> Te
 
 
 def gather_windows(x: Tensor, sinks: Tensor, size: int, mask: Tensor) -> Tensor:
-    """Copy the sinks and the window of each block: from `take_window` and `sinks_of_blocks` to [B * m, G, S + W * C, D]."""
+    """Copy what each block sees of `sinks_of_blocks` and `take_window`: [B * m, G, S + W * C, D]."""
     window = x.unfold(2, mask.shape[-1] - sinks.shape[3], size).permute(0, 2, 1, 4, 3)  # [B, m, G, W * C, D]
     return torch.cat([sinks.expand(-1, window.shape[1], -1, -1, -1), window], 3).flatten(0, 1)
 
 
 def scatter_windows(grad: Tensor, x: Tensor, sinks: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and sinks, from that of what `gather_windows` made of them."""
+    """Return the gradients of x and sinks from that of `gather_windows`."""
     grad = grad.unflatten(0, (len(x), -1))
     num_blocks, sink_grad = grad.shape[1], grad[:, :, :, : sinks.shape[3]]
     if sinks.shape[1] == 1:
@@ -374,10 +297,7 @@ def sinks_of_blocks(x: Tensor, begin: int, end: int) -> Tensor:
 
 
 def window_mask(run: BlockRun, sink_valid: Tensor, begin: int, end: int) -> Tensor:
-    """Return what is added to the scores of blocks `begin` to `end`, [B * m or 1, 1, N or 1, S + W * C], for `NearAndFar`.
-
-    Without `run.valid`, every block from the `window`-th on has a full window of keys and all sinks.
-    """
+    """Return the mask of blocks `begin` to `end` for `NearAndFar`, [B * m or 1, 1, N or 1, S + W * C]."""
     options, index, valid = run.inputs.options, run.block_index[:, begin:end], run.valid
     size, num_queries = options.block_size, run.inputs.q.shape[2] // run.inputs.k.shape[2] * options.block_size
     later = options.window - 1 if options.both_ways else 0
@@ -385,23 +305,20 @@ def window_mask(run: BlockRun, sink_valid: Tensor, begin: int, end: int) -> Tens
     query = torch.arange(num_queries, device=index.device)[:, None] % size
     seen = torch.ones_like(place, dtype=torch.bool)[None] if options.both_ways else place <= query  # [N or 1, W * C]
     seen = F.pad(seen, (sink_valid.shape[-1], 0), value=True)
-    if valid is None and begin >= options.window:
+    if valid is None and begin >= options.window:  # with full windows and all sinks
         return make_mask(seen, run.inputs.q.dtype)[None, None]
     if valid is None:
         valid = sink_valid.new_ones(len(sink_valid), run.block_index.shape[1] * size)
     is_key = take_window(valid[..., None, None], options, begin, end)[:, 0, :, 0].unfold(1, len(place), size)
-    is_key = is_key & (
-        index[..., None] * size + place >= 0
-    )  # a block near the start of its sequence has a shorter window
-    is_sink = (sink_valid[:, None] if sink_valid.dim() == 2 else sink_valid[:, begin:end]) & (index >= options.window)[
-        ..., None
-    ]
+    is_key = is_key & (index[..., None] * size + place >= 0)  # windows are shorter at the start of a sequence
+    is_sink = sink_valid[:, None] if sink_valid.dim() == 2 else sink_valid[:, begin:end]
+    is_sink = is_sink & (index >= options.window)[..., None]
     is_key = torch.cat([is_sink.expand(*is_key.shape[:2], -1), is_key], 2)
     return make_mask(is_key[:, :, None] & seen, run.inputs.q.dtype).flatten(0, 1)[:, None]
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Tensor, weight: Tensor, options: WindowedOptions) -> Tensor:
-    """Compute o [B * m, G, N, V] without a softmax, where the window is a query's own block. `weight` is [H, R]."""
+    """Compute o [B * m, G, N, V] without a softmax, from the tokens of a query's block, with `weight` [H, R], and `far`."""
     q, k, v = (x.to(far.dtype) for x in (q, k, with_ones(v)))
     size = options.block_size
     earlier = torch.ones(size, size, dtype=torch.bool, device=q.device).tril().repeat(q.shape[2] // size, 1)
@@ -411,10 +328,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Tensor, weight: Tenso
 
 
 def read_far(q_features: Tensor, far_sums: Tensor, weight: Tensor) -> Tensor:
-    """Apply features [B * m, G, N, K] to running sums [B, G, m, R, K, V + 1], and add up the rates R with weights [H, R].
-
-    Returns [B * m, G, N, V + 1].
-    """
+    """Read sums [B, G, m, R, K, V + 1] by features [B * m, G, N, K] and weights [H, R]: [B * m, G, N, V + 1]."""
     weight = weight.view(q_features.shape[1], -1, 1, weight.shape[1], 1)  # [G, H / G, 1, R, 1]
     # Multiplied by the weights, the features read all R sums in one product.
     features = q_features.to(far_sums.dtype).unflatten(2, (weight.shape[1], -1))[..., None, :] * weight
@@ -422,7 +336,7 @@ def read_far(q_features: Tensor, far_sums: Tensor, weight: Tensor) -> Tensor:
 
 
 def advance(run: BlockRun, summaries: Tensor, decays: Decays, end_block: Tensor) -> Tensor:
-    """Compute the running sums [B, G, R, K, V + 1] that the queries of block int [B] of each row read."""
+    """Compute the sums of `PastSums` at `end_block` int64 [B]."""
     past, window, block_index = run.past, run.inputs.options.window, run.block_index
     log_rate = decays.log_rate.to(summaries.dtype)
     distance = end_block[:, None] - block_index
@@ -438,12 +352,13 @@ def advance(run: BlockRun, summaries: Tensor, decays: Decays, end_block: Tensor)
 
 
 def block_summaries(run: BlockRun) -> Tensor:
-    """Compute the summary of each block: the sum of k v^T over its keys, without sinks (paper eq. 4).
+    """Compute the sum of k v^T over the keys of each block but for sinks (paper eq. 4), and as last column that of k.
 
-    [B, G, M, K, V + 1] in fp32, or in fp64 if an input is; the last column is the sum of k.
+    [B, G, M, K, V + 1] in fp32, or in fp64 if an input is.
     """
     options, index, v, k_features = run.inputs.options, run.block_index, run.inputs.v, run.k_features
-    size, num_blocks, dtype = options.block_size, index.shape[1], sum_dtype(run)
+    dtype = torch.promote_types(torch.promote_types(k_features.dtype, v.dtype), torch.float32)
+    size, num_blocks = options.block_size, index.shape[1]
     count = num_blocks  # of blocks that k_features has
     if run.valid is None:
         count = (k_features.shape[1] + size - 1) // size
@@ -458,18 +373,12 @@ def block_summaries(run: BlockRun) -> Tensor:
     return F.pad(k_features.mT @ v, (0, 0, 0, 0, 0, num_blocks - count))
 
 
-def sum_dtype(run: BlockRun) -> torch.dtype:
-    """Return the dtype of sums: fp32, or fp64 if an input is."""
-    return torch.promote_types(torch.promote_types(run.k_features.dtype, run.inputs.v.dtype), torch.float32)
-
-
 def find_sinks(run: BlockRun) -> SinkTokens:
-    """Return the sinks: the first `options.sinks` tokens of each row or, for packed sequences, of each block's sequence."""
+    """Return the first `options.sinks` tokens of each row or, if several sequences are packed, of each block's sequence."""
     options, k, v = run.inputs.options, run.inputs.k, run.inputs.v
     valid = k.new_ones(k.shape[:2], dtype=torch.bool) if run.valid is None else run.valid
     if run.sequence_id is None:
         return SinkTokens(*(resize_tokens(x, options.sinks) for x in (k, v, valid)))
-    # The first token of each block's sequence.
     first = torch.searchsorted(run.sequence_id, run.sequence_id) * options.block_size
     token = (first[:, None] + torch.arange(options.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
     return SinkTokens(k[:, token], v[:, token], valid[:, token])

@@ -1,7 +1,7 @@
 """Mixing by decays: a mixing matrix m[i, j] = sum_r w_r lambda_r^(i - j) that is never materialized.
 
-A query block then reads the earlier blocks through R running sums of their summaries, however long the sequence is. A scan
-over the blocks computes these sums at a cost that is linear in the number of blocks, where a mixing matrix is quadratic.
+A query block reads earlier blocks through R running sums of their summaries, which a scan computes at a cost that is linear
+in the number of blocks, where a mixing matrix is quadratic.
 """
 
 from dataclasses import dataclass
@@ -9,19 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCAN_GROUP = 8  # blocks per group of the two-level scan; blocks before a group arrive as one running sum
+SCAN_GROUP = 8  # blocks per group of the two-level scan
 
 
 @dataclass
 class Decays:
     """R exponential decays per head, which define a mixing matrix m[i, j] = sum_r w_r lambda_r^(i - j).
 
-    Query heads that share a KV head also share its rates, and so its running sums: query head h uses the rates of KV head
-    h // (H // G).
-
     Args:
         weight: [H, R], the weights w of the query heads.
-        log_rate: [G, R], log(lambda) of the KV heads, at most 0.
+        log_rate: [G, R], log(lambda) of the KV heads, at most 0; query heads share those of their KV head.
         power: [H] or None. If given, the weights of a query block are divided by n^power, where n is the number of blocks
             that are far from it: the far part of a query grows with n, while the sum of a softmax hardly does.
     """
@@ -31,15 +28,11 @@ class Decays:
     power: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Decays":
-        """Return the same decays in another dtype."""
         power = None if self.power is None else self.power.to(dtype)
         return Decays(self.weight.to(dtype), self.log_rate.to(dtype), power)
 
     def matrix(self, num_blocks: int, window: int = 1, both_ways: bool = False) -> Tensor:
-        """Materialize the mixing matrix [H, M, M], lower triangular unless `both_ways`, for the reference and for plots.
-
-        `window` is the smallest block distance that counts as far; it matters only with a `power`.
-        """
+        """Return the matrix m [H, M, M], lower triangular unless `both_ways`; only `power` depends on `window`."""
         log_rate = self.log_rate.repeat_interleave(len(self.weight) // len(self.log_rate), 0)
         power = powers(log_rate, block_distances(num_blocks, log_rate).abs())  # [H, R, M, M]
         matrix = (self.weight[..., None, None] * power).sum(1)
@@ -49,14 +42,14 @@ class Decays:
         return matrix if self.power is None else matrix * self.length_scale(block, window).T[..., None]
 
     def length_scale(self, block: Tensor, window: int) -> Tensor:
-        """Compute n^-power [.., H], n being the number of far blocks (at least 1) of each query block in `block` [..]."""
+        """Compute n^-power [.., H], where n is the number of far blocks, at least 1, of each query block in `block` [..]."""
         assert self.power is not None
         num_far = (block - window + 1).clamp(min=1)
         return torch.exp(-self.power * num_far.to(self.power.dtype).log()[..., None])
 
 
 def powers(log_rate: Tensor, distance: Tensor) -> Tensor:
-    """Compute lambda^distance: log_rate [G, R] and a distance of any shape -> [G, R, *distance.shape]."""
+    """Compute lambda^distance, [G, R, *distance.shape], from log_rate [G, R]."""
     return torch.exp(log_rate.view(*log_rate.shape, *[1] * distance.dim()) * distance)
 
 
@@ -67,10 +60,10 @@ def block_distances(count: int, like: Tensor) -> Tensor:
 
 
 def decayed_sums(summaries: Tensor, log_rate: Tensor, window: int = 1, sequence_id: Tensor | None = None) -> Tensor:
-    """Compute the running sums of every block i: sum over j <= i - window of lambda_r^(i - j) S_j.
+    """Compute the sums over j <= i - window of lambda_r^(i - j) S_j: [B, G, M, X] -> [B, G, M, R, X].
 
-    The scan has two levels. One small matrix sums the blocks within each group of `SCAN_GROUP` blocks, and another sums the
-    earlier groups. [B, G, M, X] -> [B, G, M, R, X]; no sum crosses the borders of packed sequences (`sequence_id` [M]).
+    One small matrix sums the blocks within each group of `SCAN_GROUP` blocks, and another the earlier groups. No sum crosses
+    the borders of packed sequences (`sequence_id` [M]).
     """
     num_blocks, num_rates = summaries.shape[2], log_rate.shape[1]
     num_groups = (num_blocks + SCAN_GROUP - 1) // SCAN_GROUP + 1  # never 1, which torch.compile would specialize on
@@ -88,8 +81,7 @@ def decayed_sums(summaries: Tensor, log_rate: Tensor, window: int = 1, sequence_
     across = powers(log_rate, SCAN_GROUP * (group_distance - 1).clamp(min=0)).masked_fill(group_distance < 1, 0)
     from_group_start = powers(log_rate, in_group).transpose(1, 2)[:, None, ..., None]  # [G, 1, i, R, 1]
     if sequence_id is not None:
-        # Zero every path on which a summary would reach a block of another sequence. The padding values -1, -2, and -3
-        # differ from each other and from every sequence, so padding matches nothing.
+        # Zero every path from a summary to a block of another sequence. The padding values -1, -2, and -3 match nothing.
         pad = torch.nn.functional.pad
         reader = pad(sequence_id, (0, padding), value=-1).view(num_groups, SCAN_GROUP)
         source = pad(sequence_id[: num_blocks - offset], (offset, padding), value=-2).view(num_groups, SCAN_GROUP)

@@ -1,9 +1,9 @@
-"""The decoder state of near and far attention (`attention.py`), whose size does not depend on how many tokens came before.
+"""The decoder state of near and far attention (`attention.py`), whose size is constant.
 
-Every row has its own position. A ring holds the keys and values of the window and of one block more, so that `crop` can take
-back up to a block of tokens at the cost of a rounding error in the sums. The far part consists of R running sums, and of a
-pending summary of the block that is added to them next. Each new token adds one old token to the pending summary, so every
-step does the same work, and no step reads a value on the host.
+A ring holds the keys and values of the window and of one block more, so that `crop` can take back up to a block of tokens,
+at the cost of a rounding error in the sums. The far part is R running sums and a pending summary of the block that enters
+them next. Each new token adds one old token to the pending summary, so every step does the same work, and reads no value on
+the host. Every row has its own position.
 """
 
 from collections.abc import Callable
@@ -11,48 +11,36 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import divide_or_zero
 from ..state import RingState
 from ..torch_layout import TokenLayout, ring_slot, visible_slots
-from .attention import (
-    BlockRun,
-    PastSums,
-    SinkTokens,
-    attend_run,
-    far_range,
-    merge_near_and_far,
-    with_ones,
-)
+from .attention import BlockRun, PastSums, SinkTokens, attend_run, far_range, merge_near_and_far, with_ones
 from .decays import Decays
-from .fused_softmax import make_mask, softmax_forward
+from .fused_softmax import causal_softmax, make_mask, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
 
-# Maps keys [B, N, G, D] and the cosines and sines of their rotation [B, N, 1, A] to features of the far part, [B, N, G, K].
+# Maps keys [B, N, G, D] and the cosines and sines of their rotation [B, N, 1, A] to features [B, N, G, K].
 KeyMap = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
 class WindowedState(RingState):
-    """The decoder state of near and far attention, for B rows.
+    """The decoder state of near and far attention, for B rows; changed in place, without gradients.
 
-    It is changed in place, and its tensors keep their addresses while the number of rows stays the same. Nothing has a
-    gradient. S is the number of sinks and W = (window + 1) * C the size of the ring; `ring_slot` says which token is in
-    which slot.
+    S is the number of sinks and W = (window + 1) * C the size of the ring; `ring_slot` says which token is in which slot.
 
     Args:
         k: [B, G, S + W, D], keys: the sinks, then the ring.
         v: [B, G, S + W, V], values.
         valid: bool [B, S + W], the slots that hold a real token.
-        cos_sin: [B, S + W, 1, A], cosines and sines with which each key was rotated, from `rotation_cos_sin`. The far part
-            reads keys before their rotation and undoes it. A is the number of rotated dimensions; 0 if there are none.
-        running: [B, G, R, V + 1, K], the sums of `PastSums` at the block of the last token, transposed because V + 1 is an
-            awkward width for the vector units that decode. At least fp32.
-        pending: [B, G, V + 1, K], the incomplete summary of the block that will be added to `running` next, to which every
-            step adds one token. At least fp32.
-        cropped: Number of tokens that `crop` has removed from `position` and `rewind` has not yet removed from the sums.
+        cos_sin: [B, S + W, 1, A], cosines and sines with which the A rotated dimensions of each key were rotated (A may be
+            0). The far part undoes the rotation.
+        running: [B, G, R, V + 1, K], the sums of `PastSums` at the block of the last token, at least fp32; transposed
+            because V + 1 is an awkward width for vector units.
+        pending: [B, G, V + 1, K], likewise the incomplete summary of the block that enters `running` next.
+        cropped: Number of tokens that `crop` has removed, and `rewind` not yet from the sums.
     """
 
     k: Tensor
@@ -66,12 +54,7 @@ class WindowedState(RingState):
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def empty(
-        k: Tensor,
-        v: Tensor,
-        num_rates: int,
-        num_features: int,
-        options: WindowedOptions,
-        cos_sin: Tensor | None = None,
+        k: Tensor, v: Tensor, num_rates: int, num_features: int, options: WindowedOptions, cos_sin: Tensor | None = None
     ) -> "WindowedState":
         """Create a state without tokens, for k and v [B, T, G, ..] and cos_sin [.., A] (None if unrotated) like these."""
         cos_sin = k.new_zeros(0) if cos_sin is None else cos_sin
@@ -91,19 +74,18 @@ class WindowedState(RingState):
         )
 
     def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row, in place. The next `continue_windowed` corrects the sums."""
+        """Remove the last `count` tokens of every row; the next `continue_windowed` corrects the sums."""
         super().crop(count)
         self.cropped += count
 
     @torch.no_grad()
     def rewind(self, decays: Decays, map_keys: KeyMap, options: WindowedOptions) -> None:
-        """Remove cropped tokens from `running` and `pending`, in place. See `continue_windowed` for the arguments."""
+        """Remove cropped tokens from `running` and `pending`; the arguments are those of `continue_windowed`."""
         decays = decays.to(self.running.dtype)
         block = (self.position - 1).clamp(min=0) // options.block_size
         old_block = (self.position + self.cropped - 1).clamp(min=0) // options.block_size
-        entered = self.summary(
-            old_block - options.window, options.block_size, map_keys, options
-        )  # when `old_block` was opened
+        # What entered when `old_block` was opened.
+        entered = self.summary(old_block - options.window, options.block_size, map_keys, options)
         decay = torch.exp(decays.log_rate)[..., None, None]
         earlier = (self.running - decay**options.window * entered[:, :, None]) / decay
         is_far = ((block - options.window + 1) * options.block_size > options.sinks).view(-1, 1, 1, 1, 1)
@@ -115,18 +97,18 @@ class WindowedState(RingState):
         self.refresh_pending(map_keys, options)
 
     def refresh_pending(self, map_keys: KeyMap, options: WindowedOptions) -> None:
-        """Recompute `pending` from the ring, in place. See `continue_windowed` for the arguments."""
+        """Recompute `pending` from the ring."""
         last = self.position - 1
         count = torch.where(last >= 0, last % options.block_size + 1, 0)[:, None]
         block = last.clamp(min=0) // options.block_size - options.window + 1
         self.pending.copy_(self.summary(block, count, map_keys, options))
 
     def summary(self, block: Tensor, count: Tensor | int, map_keys: KeyMap, options: WindowedOptions) -> Tensor:
-        """Compute the transposed summary [B, G, V + 1, K] of the first `count` tokens of block int64 [B], from the ring."""
+        """Compute the transposed summary [B, G, V + 1, K] of the first `count` tokens of `block` [B], from the ring."""
         place_in_block = torch.arange(options.block_size, device=block.device)
         position = block[:, None] * options.block_size + place_in_block
         rows = torch.arange(len(block), device=block.device)[:, None]
-        slot = self.slot(position, options)
+        slot = ring_slot(position, self.k.shape[2], options.sinks)
         is_far = self.valid[rows, slot] & (position >= options.sinks) & (place_in_block < count)
         k, v = (x.transpose(1, 2)[rows, slot] for x in (self.k, self.v))
         k_features = map_keys(k, self.cos_sin[rows, slot])
@@ -135,18 +117,9 @@ class WindowedState(RingState):
         with torch.autocast(v.device.type, enabled=False):
             return v.permute(0, 2, 3, 1) @ k_features.transpose(1, 2)
 
-    def slot(self, position: Tensor, options: WindowedOptions) -> Tensor:
-        """Return the slots of tokens at positions of any shape; arbitrary slots for negative positions."""
-        return ring_slot(position, self.k.shape[2], options.sinks)
-
 
 def continue_windowed(
-    inputs: WindowedInputs,
-    map_keys: KeyMap,
-    state: WindowedState,
-    *,
-    fresh: bool,
-    cos_sin: Tensor | None = None,
+    inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, *, fresh: bool, cos_sin: Tensor | None = None
 ) -> Tensor:
     """Compute `windowed_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
@@ -157,10 +130,10 @@ def continue_windowed(
         map_keys: Computes the features of keys for the far part; see `KeyMap`.
         state: The state; changed in place.
         fresh: Whether the state is empty, so that it need not be read.
-        cos_sin: [B, T, 1, A], cosines and sines of the rotation of the keys, from `rotation_cos_sin`; None if there is none.
+        cos_sin: [B, T, 1, A], cosines and sines of the rotation of the keys; None if there is none.
 
     Returns:
-        [B, T, H, V], as in `windowed_attention`.
+        [B, T, H, V] in v's dtype or, with `options.unrounded`, in at least fp32; zeros for padding.
     """
     q, k, v, q_features, decays, _, options, key_mask, starts, _ = inputs
     if cos_sin is None:
@@ -172,9 +145,7 @@ def continue_windowed(
             return windowed_step(inputs, map_keys, state, cos_sin)
     if fresh and starts is None and key_mask is None and not torch.compiler.is_compiling():
         return attend_from_start(inputs, map_keys, state, cos_sin)
-    size = options.block_size
-    num_tokens = q.shape[1]
-    before = state.position.clone()
+    size, num_tokens, before = options.block_size, q.shape[1], state.position.clone()
     num_new = torch.full_like(before, num_tokens) if starts is None else num_tokens - starts.to(q.device)
     num_blocks, num_slots = (num_tokens + size - 1) // size, 0
     first_block = torch.zeros_like(before)
@@ -183,7 +154,7 @@ def continue_windowed(
         first_block = ((before - 1).clamp(min=0) // size - options.window + 1).clamp(min=0)
     layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, options.sinks)
     held_k, held_v = state.k.transpose(1, 2), state.v.transpose(1, 2)
-    valid = key_mask if key_mask is not None else torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
+    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
     valid = layout.place_keys(state.valid, valid) & layout.filled
     k, v, cos_sin = (layout.place_keys(*x) for x in ((held_k, k), (held_v, v), (state.cos_sin, cos_sin)))
     q, q_features = (layout.place_queries(x) for x in (q, q_features))
@@ -192,13 +163,13 @@ def continue_windowed(
     first_query_block = 0
     if not fresh:
         past = PastSums(state.running.mT, (before - 1).clamp(min=0) // size)
-        if q.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere, reading positions would cost more
+        if q.device.type == "cpu" and not torch.compiler.is_compiling():  # else reading positions would cost more
             first_query_block = int((before // size - first_block).min())
     with torch.no_grad():
         for held, laid_out in ((held_k, k), (held_v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
             layout.keep(held, laid_out)
         state.position.copy_(before + num_new)
-    if not fresh and options.sinks:  # after the new tokens are written, which may be sinks
+    if not fresh and options.sinks:  # which may be new tokens, written above
         sinks = slice(0, options.sinks)
         sink_tokens = SinkTokens(held_k[:, sinks], held_v[:, sinks], state.valid[:, sinks])
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
@@ -207,17 +178,15 @@ def continue_windowed(
 
 
 def attend_from_start(inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: Tensor) -> Tensor:
-    """Compute `continue_windowed` for whole sequences from their start, where nothing has to be moved."""
+    """Compute `continue_windowed` for whole sequences, where no token has to be moved."""
     q, k, v, q_features, _, balance, options, *_ = inputs
     num_tokens, size = q.shape[1], options.block_size
     if balance is not None and num_tokens <= options.window * size and not torch.is_grad_enabled():  # nothing is far
         fill_state(k, v, map_keys, state, options, cos_sin)
-        near_q, near_k, near_v = (x.transpose(1, 2) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(near_q, near_k, near_v, is_causal=True, scale=options.scale, enable_gqa=True)
-        return o.transpose(1, 2)
+        return causal_softmax(q, k, v, options.scale)
     first_far, end = far_range(num_tokens, options)
     if balance is not None and not torch.is_grad_enabled():
-        q_features = q_features[:, first_far - num_tokens + q_features.shape[1] :]  # if it has not begun there already
+        q_features = q_features[:, first_far - num_tokens + q_features.shape[1] :]  # if it does not begin there already
     end = num_tokens if q_features.shape[1] == num_tokens else end
     k_features = map_keys(k[:, :end], cos_sin[:, :end])
     write_from_start(k, v, cos_sin, state, options)
@@ -227,7 +196,7 @@ def attend_from_start(inputs: WindowedInputs, map_keys: KeyMap, state: WindowedS
 
 
 def attend_and_keep_sums(run: BlockRun, map_keys: KeyMap, state: WindowedState) -> Tensor:
-    """Compute the outputs of a run [B, T, H, V], and write the sums after it into a state that holds its tokens."""
+    """Compute the outputs of a run [B, T, H, V], and write its sums into the state, which holds its tokens already."""
     options = run.inputs.options
     with torch.autocast(run.inputs.q.device.type, enabled=False):
         o, running = attend_run(run, (state.position - 1).clamp(min=0) // options.block_size)
@@ -240,17 +209,13 @@ def attend_and_keep_sums(run: BlockRun, map_keys: KeyMap, state: WindowedState) 
 
 @torch.no_grad()
 def write_from_start(k: Tensor, v: Tensor, cos_sin: Tensor, state: WindowedState, options: WindowedOptions) -> None:
-    """Put T tokens of every row into an empty state, in place, but for its sums."""
+    """Put T tokens of every row into an empty state, without their sums."""
     num_tokens, sinks = k.shape[1], options.sinks
     ring = state.k.shape[2] - sinks
     oldest = max(sinks, num_tokens - ring)  # token in the ring
     turn = (oldest // ring + 1) * ring  # the next token that is written into the first slot of the ring
-    spans = (
-        (0, min(sinks, num_tokens), 0),
-        (oldest, min(turn, num_tokens), sinks + oldest % ring),
-        (turn, num_tokens, sinks),
-    )
-    for begin, end, slot in spans:
+    first, second = (oldest, min(turn, num_tokens), sinks + oldest % ring), (turn, num_tokens, sinks)
+    for begin, end, slot in ((0, min(sinks, num_tokens), 0), first, second):
         if begin < end:
             tokens, slots = slice(begin, end), slice(slot, slot + end - begin)
             state.k[:, :, slots] = k[:, tokens].transpose(1, 2)
@@ -261,34 +226,20 @@ def write_from_start(k: Tensor, v: Tensor, cos_sin: Tensor, state: WindowedState
 
 
 def fill_state(
-    k: Tensor,
-    v: Tensor,
-    map_keys: KeyMap,
-    state: WindowedState,
-    options: WindowedOptions,
-    cos_sin: Tensor,
+    k: Tensor, v: Tensor, map_keys: KeyMap, state: WindowedState, options: WindowedOptions, cos_sin: Tensor
 ) -> None:
-    """Put T tokens of every row into an empty state, in place, T at most that of the window: nothing is far from them."""
+    """Put T tokens of every row, which fit the window, into an empty state."""
     write_from_start(k, v, cos_sin, state, options)
     if k.shape[1] > (options.window - 1) * options.block_size:  # else no token has to be summed yet
         state.refresh_pending(map_keys, options)
 
 
 @torch.no_grad()
-def windowed_step(
-    inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: Tensor | None = None
-) -> Tensor:
-    """Continue `windowed_attention` by one token of every row, and update the state in place.
+def windowed_step(inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: Tensor) -> Tensor:
+    """Compute `continue_windowed` for one token of every row, [B, 1, H, V] in the dtype of the sums.
 
-    The computation is the same for every position, so one compiled graph serves all steps.
-
-    Args:
-        inputs: The new token of every row. Rows with `starts` of 1 do not take part: the position and the sums of their
-            state stay as they are.
-        map_keys, state, cos_sin: As in `continue_windowed`.
-
-    Returns:
-        [B, 1, H, V] in the dtype of the sums, with zeros for rows that do not take part.
+    The computation does not depend on positions, so one compiled graph serves all steps. Rows with `starts` of 1 do not take
+    part: they get zeros, and the position and the sums of their state stay as they are.
     """
     q, k, v, q_features, decays, _, options, key_mask, starts, _ = inputs
     plan = plan_step(state.position, state.k.shape[2], options)
@@ -296,15 +247,14 @@ def windowed_step(
     is_key = torch.ones_like(plan.opens) if key_mask is None else key_mask[:, 0]
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         held[rows, :, plan.slot] = new.masked_fill(~is_key[:, None, None], 0).to(held.dtype)
-    if cos_sin is not None:
-        state.cos_sin[rows, plan.slot] = cos_sin[:, 0].to(state.cos_sin.dtype)
+    state.cos_sin[rows, plan.slot] = cos_sin[:, 0].to(state.cos_sin.dtype)
     state.valid[rows, plan.slot] = is_key
     opens, enters = plan.opens, plan.enters & state.valid[rows, plan.old_slot]
     takes_part = None if starts is None else starts.to(q.device) == 0
     if takes_part is not None:
         opens, enters = opens & takes_part, enters & takes_part
 
-    # The first token of a block moves the sums on to it and lets the pending summary enter.
+    # At the first token of a block, the sums decay and the pending summary enters.
     opens = opens.view(-1, 1, 1, 1, 1)
     decay = torch.exp(decays.log_rate.to(state.running.dtype))[..., None, None]
     state.running.mul_(torch.where(opens, decay, 1))
@@ -323,49 +273,33 @@ def windowed_step(
 
 
 class StepPlan(NamedTuple):
-    """What one new token per row reads and writes; it depends on positions alone, so layers can share it.
+    """What one new token per row reads and writes; it depends on positions alone, so layers can share it."""
 
-    Args:
-        slot: int64 [B], the slot of the new token.
-        old_slot: int64 [B], the slot of the token `window - 1` blocks before it, which enters the pending summary.
-        enters: bool [B], whether there is such a token, and it is no sink.
-        opens: bool [B], rows whose new token is the first of a block.
-        block: int64 [B], the block of the new token.
-        visible: bool [B, S], the slots that the new token sees, if all hold real tokens.
-    """
-
-    slot: Tensor
-    old_slot: Tensor
-    enters: Tensor
-    opens: Tensor
-    block: Tensor
-    visible: Tensor
+    slot: Tensor  # int64 [B], the slot of the new token
+    old_slot: Tensor  # int64 [B], that of the token `window - 1` blocks before it, which enters the pending summary
+    enters: Tensor  # bool [B], whether there is such a token, and it is no sink
+    opens: Tensor  # bool [B], whether the new token is the first of a block
+    block: Tensor  # int64 [B], the block of the new token
+    visible: Tensor  # bool [B, S], the slots that the new token sees, if all hold real tokens
 
 
 def plan_step(position: Tensor, num_slots: int, options: WindowedOptions) -> StepPlan:
     """Plan the step of the tokens at `position` int64 [B], for a state with `num_slots` slots per row."""
     size, window, sinks = options.block_size, options.window, options.sinks
-    place_in_block, block = position % size, position // size
     old_position = position - (window - 1) * size
     visible = visible_slots(position, num_slots, size, window, sinks)
     slot, old_slot = (ring_slot(x, num_slots, sinks) for x in (position, old_position))
-    return StepPlan(slot, old_slot, old_position >= sinks, place_in_block == 0, block, visible)
+    return StepPlan(slot, old_slot, old_position >= sinks, position % size == 0, position // size, visible)
 
 
 def attend_token(
-    q: Tensor,
-    q_features: Tensor,
-    k: Tensor,
-    v: Tensor,
-    running: Tensor,
-    mask: Tensor,
-    block: Tensor,
+    q: Tensor, q_features: Tensor, k: Tensor, v: Tensor, running: Tensor, mask: Tensor, block: Tensor,
     inputs: WindowedInputs,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attend by one token per row, which the state holds already: o [B, H, V] in the dtype of the sums.
 
-    q is [B, H, D], q_features [B, H, K]; k, v, and running are as in `WindowedState`; mask [B, 1, 1, S] is from `make_mask`,
-    and block int64 [B] is that of the token. Of the inputs, it reads the decays, the balance, and the options.
+    q is [B, H, D], q_features [B, H, K]; k, v, and running are those of a `WindowedState`, the mask [B, 1, 1, S] is from
+    `make_mask`, and `block` int64 [B] that of the token. The inputs are read for decays, balance, and options only.
     """
     options, sum_dtype, num_kv_heads = inputs.options, running.dtype, k.shape[1]
     decays = inputs.decays.to(sum_dtype)

@@ -1,4 +1,4 @@
-"""Windowed attention by definition: a T x T matrix of softmax and MHLA weights."""
+"""Windowed attention by definition, against which every other form is tested: a T x T matrix of weights."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,7 @@ from .salient import VOTE_UNITS, voting_places
 
 
 def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
-    """Compute `windowed_attention` or `two_way_attention` by definition: a T x T matrix of softmax and MHLA weights.
-
-    Returns:
-        [B, T, H, V] in fp32, or in fp64 if q is.
-    """
+    """Compute `windowed_attention` or `two_way_attention`, [B, T, H, V] in fp32, or in fp64 if q is."""
     q, k, v, q_features, decays, balance, options, key_mask, starts, cu_seqlens = inputs
     dtype = torch.promote_types(q.dtype, torch.float32)
     num_tokens, num_heads = q.shape[1], q.shape[2]
@@ -26,15 +22,10 @@ def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
         block_distance = block_distance.abs()
     is_sink = token_positions(num_tokens, starts, cu_seqlens, q.device) < options.sinks
     in_window_or_sink = (block_distance < options.window) | is_sink[:, None, :]
-    # Both are [B, 1, T, S].
-    near = (visible & in_window_or_sink)[:, None]
-    far = (visible & ~in_window_or_sink)[:, None]
+    near, far = (visible & in_window_or_sink)[:, None], (visible & ~in_window_or_sink)[:, None]  # [B, 1, T, S]
     # Zero the tokens that take no part: a gradient of 0 times NaN would be NaN.
-    sees_any = visible.any(2)[..., None, None]
-    seen_by_any = visible.any(1)[..., None, None]
-    q = torch.where(sees_any, q, 0)
-    q_features = torch.where(sees_any, q_features, 0)
-    k, k_features, v = (torch.where(seen_by_any, x, 0) for x in (k, k_features, v))
+    q, q_features = (torch.where(visible.any(2)[..., None, None], x, 0) for x in (q, q_features))
+    k, k_features, v = (torch.where(visible.any(1)[..., None, None], x, 0) for x in (k, k_features, v))
     mixing = decays.matrix(blocks.num_blocks, options.window, options.both_ways).to(dtype)  # [H, M, M]
     token_mixing = mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
     score = inner_products(q, k, dtype) * options.scale
@@ -64,20 +55,10 @@ def token_positions(num_tokens: int, starts: Tensor | None, cu_seqlens: Tensor |
 
 
 def salient_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: WindowedOptions,
-    *,
-    key_mask: Tensor | None = None,
-    starts: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Compute `salient_attention` by definition: a T x T matrix of softmax weights.
-
-    Returns:
-        [B, T, H, V] in fp32, or in fp64 if q is.
-    """
+    q: Tensor, k: Tensor, v: Tensor, options: WindowedOptions, *, key_mask: Tensor | None = None,
+    starts: Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute `salient_attention`, [B, T, H, V] in fp32, or in fp64 if q is."""
     dtype, num_tokens, group = torch.promote_types(q.dtype, torch.float32), q.shape[1], q.shape[2] // k.shape[2]
     blocks = Blocks.sequence(num_tokens, options.block_size)
     query_block, key_block, visible = token_relations(q, k, blocks, blocks, True, key_mask, cu_seqlens, starts)
@@ -90,18 +71,17 @@ def salient_reference(
     score = (inner_products(q, k, dtype) * options.scale).unflatten(1, (-1, group))  # [B, G, H / G, T, S]
 
     def softmax(is_seen: Tensor) -> Tensor:
-        # A query that is padding sees no key.
-        return score.masked_fill(~is_seen, float("-inf")).softmax(-1).nan_to_num()
+        return score.masked_fill(~is_seen, float("-inf")).softmax(-1).nan_to_num()  # padding sees no key
 
     votes_at = torch.zeros(options.block_size, dtype=torch.bool, device=q.device)
     votes_at[voting_places(options)] = True
-    is_voter = votes_at[position % options.block_size] & near.diagonal(dim1=1, dim2=2)  # what is no key is no voter
+    is_voter = votes_at[position % options.block_size] & near.diagonal(dim1=1, dim2=2)  # only keys vote
     is_vote = near & (distance == options.window - 1) & is_voter[:, :, None]
     weight = torch.where(is_vote[:, None], softmax(near[:, None, None]).amax(2), 0)  # [B, G, T, S]
     votes = (weight * VOTE_UNITS).round().sum(2)  # [B, G, S]
-    order = votes.argsort(descending=True, stable=True).argsort()  # the place of each token among all
+    order = votes.argsort(descending=True, stable=True).argsort()
     is_better = (order[..., None, :] < order[..., None]).to(score.dtype)  # [B, G, S, S']
-    place = left[:, None].to(score.dtype) @ is_better.mT  # among those that have left the window of a query
+    place = left[:, None].to(score.dtype) @ is_better.mT  # among the tokens that have left the window of a query
     salient = left[:, None] & (place < options.salient)  # [B, G, T, S]
     weight = softmax((near[:, None] | salient)[:, :, None]).flatten(1, 2)
     return torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(group, 2))

@@ -1,4 +1,4 @@
-"""The arguments of windowed attention as one record, which is passed whole."""
+"""The arguments of windowed attention as one record."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,13 +14,13 @@ class WindowedOptions:
 
     Args:
         block_size: Tokens per block, C.
-        window: Blocks in the window, the query's own included: block i - window is the nearest far block of block i.
+        window: Blocks in the window, the query's own included.
         sinks: Number of tokens at the start of a sequence that are always near; 0 without a softmax.
         scale: Multiplier of q k^T.
         normalize: Whether outputs are divided by the sum of the weights.
-        impl: "auto", "torch" or "triton", as in `mhla`, for a step in the pages of a serving engine; all else is PyTorch.
+        impl: "auto", "torch" or "triton", as in `mhla`, for steps in the pages of a serving engine; all else is PyTorch.
         unrounded: Whether outputs stay in the dtype of the sums, at least fp32, instead of v's.
-        both_ways: Whether queries see later tokens, too. The window then has `window - 1` blocks on either side.
+        both_ways: Whether queries see later tokens, too; the window then has `window - 1` blocks on either side.
         salient: Number of tokens per KV head that stay visible after they have left the window (`salient.py`).
     """
 
@@ -44,11 +44,11 @@ class WindowedInputs(NamedTuple):
         v: [B, T, G, V], values.
         q_features: [B, T, H, K], queries of the far part.
         decays: The mixing of the far part.
-        balance: [H], the log of the multiplier that brings far weights to the scale of e^score; None without a softmax.
+        balance: [H], the log of the multiplier of far weights beside e^score; None without a softmax.
         options: The options.
         key_mask: bool [B, T], as in `mhla`.
         starts: int64 [B], as in `mhla`; not along with cu_seqlens.
-        cu_seqlens: Int [N + 1], as in `mhla`; ignored by a state.
+        cu_seqlens: int32 or int64 [N + 1], as in `mhla`; ignored by a state.
     """
 
     q: Tensor

@@ -1,13 +1,12 @@
 """Causal softmax over a window, sinks, and salient tokens: those of the past that a KV head attended to most.
 
 A token leaves the window when the block `window` blocks after its own begins. In the block before, every `VOTE_EVERY`-th
-query votes: with its softmax weight over window and sinks for that token, the largest of the query heads that share the KV
-head. The N = `options.salient` tokens with the most votes of all that have left the window stay visible; of equal ones the
-earlier is better. Votes never change, so N slots hold them, and what is dropped once never comes back. No gradient flows
-through the choice.
+query votes for it, with its softmax weight over window and sinks, the largest of the query heads that share the KV head. Of
+all tokens that have left the window, the N = `options.salient` with the most votes stay visible; of equal ones, the earlier.
+Votes never change, so N slots hold them, and a dropped token never comes back. No gradient flows through the choice.
 
-Votes are whole numbers of 1 / VOTE_UNITS, whose sum does not depend on the order: weights that differ by rounding alone are
-ties everywhere. A token's rank is one int64, its votes before its position, so that a larger one is better; -1 is no token.
+Votes are rounded to whole numbers of 1 / VOTE_UNITS, so their sum does not depend on the order. A token's rank is an int64
+with votes in its high bits and position in its low ones; the larger is better, and -1 is no token.
 """
 
 import itertools
@@ -18,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..torch_layout import DifferentiableOnce, align_blocks, by_block, by_token, resize_tokens
-from .fused_softmax import make_mask, no_key, softmax_backward, softmax_forward
+from .fused_softmax import causal_softmax, make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedOptions
 
 VOTE_UNITS = 2.0**16
-VOTE_EVERY = 4  # queries: votes then cost a quarter of what they cost if all vote
+VOTE_EVERY = 4  # the cost of votes is divided by this
 POSITION_BITS = 32
 PIECE_BLOCKS = 32  # blocks whose keys are gathered at a time, which bounds the memory that the gather takes
 
@@ -34,35 +33,32 @@ def voting_places(options: WindowedOptions) -> slice:
 
 
 def rank_tokens(votes: Tensor, position: Tensor, is_candidate: Tensor) -> Tensor:
-    """Return the ranks of tokens from their votes and positions; -1 for what is no candidate."""
+    """Return the ranks of tokens; -1 for those that are no candidates."""
     last = 2**POSITION_BITS - 1
     return ((votes.long() << POSITION_BITS) + (last - position)).masked_fill(~is_candidate, -1)
 
 
 def position_of(rank: Tensor) -> Tensor:
-    """Return the positions of tokens from their ranks; arbitrary for -1."""
+    """Return the positions of tokens of these ranks; arbitrary for -1."""
     last = 2**POSITION_BITS - 1
     return last - (rank & last)
 
 
 def count_votes(score: Tensor, lse: Tensor, is_vote: Tensor) -> Tensor:
-    """Sum the votes of T queries for S tokens, int32 [.., S].
-
-    score is [.., H / G, T, S], lse [.., H / G, T] that of window and sinks, and `is_vote` bool [.., T, S].
-    """
+    """Sum the votes of T queries: score [.., H / G, T, S], lse [.., H / G, T], and bool [.., T, S] -> int32 [.., S]."""
     weight = torch.exp(score - lse[..., None]).amax(-3)
     return torch.where(is_vote, (weight * VOTE_UNITS).round(), 0).sum(-2).to(torch.int32)
 
 
 class KeyLists(NamedTuple):
-    """The keys of the queries of M blocks: their places among P tokens. C is the block size, S the number of sinks.
+    """The keys that the queries of M blocks see, as places among P tokens. C is the block size, S the number of sinks.
 
     Args:
         k, v: [B, G, P, ..], keys and values of the tokens.
         block: int64 [B or 1, M], the index of each block in its sequence.
         near: int64 [B or 1, M, S + window * C], the places of sinks and window.
         is_near: bool, likewise, which of them are keys.
-        is_full: Whether every block from the `window`-th on has all of them, and no row has tokens before the run.
+        is_full: Whether they are all keys from the `window`-th block on, and rows have no tokens before the run.
     """
 
     k: Tensor
@@ -80,7 +76,7 @@ class KeyLists(NamedTuple):
 
 
 class SalientStart(NamedTuple):
-    """The salient tokens from which a run goes on, of a state.
+    """What a state passes to a run.
 
     Args:
         block: int64 [B, 1], the newest block that the state has opened.
@@ -95,9 +91,9 @@ class SalientStart(NamedTuple):
 
 
 class SalientTokens(NamedTuple):
-    """Ranks and places int64 [B, G, M, N] of the salient tokens of M blocks, and the votes int32 [B, G, M, C].
+    """Ranks and places int64 [B, G, M, N] of the salient tokens of M blocks, and their votes int32 [B, G, M, C].
 
-    Votes are those of the queries of each block for the first block of its window.
+    A block votes for the first block of its window.
     """
 
     rank: Tensor
@@ -106,7 +102,7 @@ class SalientTokens(NamedTuple):
 
 
 class ListedSoftmax(torch.autograd.Function):
-    """Softmax of blocks of queries, each over a list of keys. The backward pass gathers the keys anew."""
+    """Softmax over a list of keys for each block of queries. The backward pass gathers the keys again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -126,13 +122,7 @@ class ListedSoftmax(torch.autograd.Function):
         with torch.no_grad():
             seen = do.masked_fill(no_key(lse, mask.dtype)[..., None], 0)
             dq, *grads = softmax_backward(seen, q, take_rows(k, rows), take_rows(v, rows), o, lse, mask, ctx.scale)
-            # Keys of many queries: their gradients are summed in at least fp32.
-            dk, dv = (
-                torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-                .index_add_(0, rows.flatten(), grad.flatten(0, 2).to(torch.promote_types(x.dtype, torch.float32)))
-                .to(x.dtype)
-                for x, grad in zip((k, v), grads, strict=True)
-            )
+            dk, dv = (sum_rows(grad, rows, x) for x, grad in zip((k, v), grads, strict=True))
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
             dq, dk, dv = (DifferentiableOnce.apply(x, do, q, k, v) for x in (dq, dk, dv))
         return dq, dk, dv, None, None, None
@@ -143,17 +133,18 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
 
 
+def sum_rows(grad: Tensor, rows: Tensor, x: Tensor) -> Tensor:
+    """Undo `take_rows` of x for gradients, which are summed in at least fp32."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    return total.index_add_(0, rows.flatten(), grad.flatten(0, 2).to(dtype)).to(x.dtype)
+
+
 def salient_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: WindowedOptions,
-    *,
-    key_mask: Tensor | None = None,
-    starts: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Attend to window, sinks, and salient tokens; the top of this file has the definition.
+    q: Tensor, k: Tensor, v: Tensor, options: WindowedOptions, *, key_mask: Tensor | None = None,
+    starts: Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend to window, sinks, and salient tokens; `salient.py` has the definition.
 
     Args:
         q: [B, T, H, D], queries.
@@ -168,7 +159,7 @@ def salient_attention(
         ValueError: If both `starts` and `cu_seqlens` are given.
     """
     size, aligned = options.block_size, align_blocks(q, options.block_size, key_mask, starts, cu_seqlens)
-    q, k, v = aligned.move(q, k, v)
+    q, k, v = aligned.tokens.move(q, k, v)
     block, num_tokens, length = aligned.block, q.shape[1], len(aligned.block) * size
     is_full = aligned.valid is None and not torch.compiler.is_compiling()
     valid = q.new_ones(1, num_tokens, dtype=torch.bool) if aligned.valid is None else aligned.valid
@@ -181,23 +172,17 @@ def salient_attention(
     sinks = sinks + torch.arange(options.sinks, device=q.device)  # [M, S]
     keys = list_keys(k, v, place, valid, sinks[None], block[None], options, is_full)
     o, _ = attend_to_lists(q, valid.expand(len(q), -1), keys, options)
-    return aligned.take_back(resize_tokens(o, num_tokens))
+    return aligned.tokens.take_back(resize_tokens(o, num_tokens))
 
 
 def list_keys(
-    k: Tensor,
-    v: Tensor,
-    place: Tensor,
-    valid: Tensor,
-    sinks: Tensor,
-    block: Tensor,
-    options: WindowedOptions,
+    k: Tensor, v: Tensor, place: Tensor, valid: Tensor, sinks: Tensor, block: Tensor, options: WindowedOptions,
     is_full: bool,
-) -> KeyLists:
-    """List the keys of M blocks, block int64 [B or 1, M], among k and v [B, P, G, ..].
+) -> KeyLists:  # fmt: skip
+    """List the keys of M blocks, `block` int64 [B or 1, M], among k and v [B, P, G, ..].
 
-    `place` int64 [B or 1, (window - 1 + M) * C] are the places of the tokens from the first window on, negative before the
-    first token; bool `valid` [B or 1, P] says which are keys; and `sinks` [B or 1, M or 1, S] are the places of sinks.
+    The places of tokens from the first window on are `place` int64 [B or 1, (window - 1 + M) * C], and those of sinks
+    `sinks` [B or 1, M or 1, S]; negative for none. `valid` bool [B or 1, P] are the keys.
     """
     size, window = options.block_size, options.window
     batch, num_blocks = max(len(place), len(valid), len(block)), block.shape[1]
@@ -216,19 +201,12 @@ def list_keys(
 
 
 def attend_to_lists(
-    q: Tensor,
-    is_voter: Tensor,
-    keys: KeyLists,
-    options: WindowedOptions,
-    start: SalientStart | None = None,
+    q: Tensor, is_voter: Tensor, keys: KeyLists, options: WindowedOptions, start: SalientStart | None = None
 ) -> tuple[Tensor, SalientTokens]:
-    """Compute the outputs of M blocks of queries, [B, M * C, H, V], and what `write_salient` needs.
-
-    q is [B, M * C, H, D], and bool `is_voter` [B, M * C] says which queries may vote.
-    """
+    """Compute the outputs [B, M * C, H, V] of queries q [B, M * C, H, D], of which `is_voter` bool [B, M * C] may vote."""
     size, window, num_blocks, num_kv_heads = options.block_size, options.window, keys.block.shape[1], keys.k.shape[1]
     first = min(window - 1, num_blocks) if keys.is_full else 0  # before that, all tokens are in the window
-    # From here on, a run without padding has N salient tokens for every block, and one mask serves them all.
+    # From this block on, a run without padding has N salient tokens for every block, so one mask serves all.
     full = min(window + -(-(options.salient + options.sinks) // size), num_blocks) if keys.is_full else num_blocks
     borders = [*range(first, full, PIECE_BLOCKS), *range(full, num_blocks, PIECE_BLOCKS), num_blocks]
     pieces = list(itertools.pairwise(borders))
@@ -242,11 +220,8 @@ def attend_to_lists(
         chosen = choose_salient(torch.cat([empty, *votes], 2), keys, options, start)
     outputs = []
     if first:
-        first_q, first_k, first_v = (x[:, :, : first * size] for x in (q.transpose(1, 2), keys.k, keys.v))
-        o = F.scaled_dot_product_attention(
-            first_q, first_k, first_v, is_causal=True, scale=options.scale, enable_gqa=True
-        )
-        outputs.append(o.transpose(1, 2))
+        first_k, first_v = (x[:, :, : first * size].transpose(1, 2) for x in (keys.k, keys.v))
+        outputs.append(causal_softmax(q[:, : first * size], first_k, first_v, options.scale))
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     causal = F.pad(causal, (options.sinks + (window - 1) * size, 0), value=True).repeat(q.shape[2] // num_kv_heads, 1)
     for queries, (begin, end) in zip(blocks, pieces, strict=True):
@@ -256,7 +231,7 @@ def attend_to_lists(
         if begin >= full:
             mask = make_mask(F.pad(causal, (0, options.salient), value=True)[None, None], q.dtype)
         else:
-            # The kept tokens are sorted, so without padding all heads have theirs in the same places.
+            # Kept tokens are sorted, so without padding all heads have them in the same places.
             is_kept = (kept[:, :1] if keys.is_full else kept).transpose(1, 2)[..., None, :] >= 0
             is_near = (keys.is_near[:, begin:end, None, None] & causal).expand(len(q), -1, is_kept.shape[2], -1, -1)
             is_kept = is_kept.expand(*is_near.shape[:4], -1)
@@ -269,10 +244,7 @@ def attend_to_lists(
 def cast_votes(
     q: Tensor, is_voter: Tensor, flat_k: Tensor, keys: KeyLists, options: WindowedOptions, begin: int, end: int
 ) -> Tensor:
-    """Return the votes int32 [B, G, m, C] of blocks `begin` to `end` for the first block of their windows.
-
-    q is [B * m, G, (H / G) * C, D], is_voter bool [B, M * C], and flat_k [R, D] the keys of `keys`, flattened.
-    """
+    """Return the votes int32 [B, G, m, C] of the queries q [B * m, G, (H / G) * C, D] of blocks `begin` to `end`."""
     size, num_kv_heads, voters = options.block_size, q.shape[1], voting_places(options)
     q = q.unflatten(2, (-1, size))[:, :, :, voters]  # [B * m, G, H / G, voters, D]
     is_voter = is_voter.unflatten(1, (-1, size))[:, begin:end, voters]
@@ -286,9 +258,8 @@ def cast_votes(
         mask = mask.repeat(batch, 1, 1, 1)
     _, lse = softmax_forward(q.flatten(2, 3), k, k, mask, options.scale)
     voted = slice(options.sinks, options.sinks + size)
-    is_vote = (
-        is_voter[..., None] & is_near[:, :, None, voted] & (keys.block >= options.window - 1)[:, begin:end, None, None]
-    )
+    is_vote = is_voter[..., None] & is_near[:, :, None, voted]
+    is_vote = is_vote & (keys.block >= options.window - 1)[:, begin:end, None, None]
     if options.window == 1:
         is_vote = is_vote & earlier
     is_vote = is_vote.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
@@ -300,7 +271,7 @@ def cast_votes(
 def choose_salient(
     votes: Tensor, keys: KeyLists, options: WindowedOptions, start: SalientStart | None
 ) -> SalientTokens:
-    """Choose the salient tokens of M blocks from the votes int32 [B, G, M, C] that each cast for the first of its window."""
+    """Choose the salient tokens of M blocks from their votes int32 [B, G, M, C] (see `SalientTokens`)."""
     (batch, num_kv_heads, num_blocks, size), count, window = votes.shape, options.salient, options.window
     block = keys.block.expand(batch, -1)
     position = (block[..., None] - window + 1) * size + torch.arange(size, device=votes.device)  # of tokens voted for
@@ -333,6 +304,6 @@ def choose_salient(
 
 
 def best_tokens(rank: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return ranks and places [B, G, count] of the best of some tokens [B, G, S]."""
+    """Return the ranks and places [B, G, count] of the best of some tokens [B, G, S]."""
     rank, order = rank.topk(count, -1)
     return rank, place.gather(-1, order)

@@ -1,8 +1,8 @@
-"""The decoder state of `salient.py`, whose size does not depend on how many tokens came before.
+"""The decoder state of `salient.py`, whose size is constant.
 
-Every row has its own position. The ring holds one block more than attention reads: the tokens of the block that has just
-left the window are there until each step has compared one of them with the kept ones, and `crop` can take back up to a
-block. Every step does the same work, and reads no value on the host.
+The ring holds one block more than the window: each step compares one token of the block that has just left the window with
+the kept ones, and `crop` can take back up to a block. Every step does the same work, and reads no value on the host. Every
+row has its own position.
 """
 
 from collections.abc import Callable
@@ -30,56 +30,34 @@ from .salient import (
 
 
 class SalientStep(NamedTuple):
-    """What one new token per row reads and writes; it depends on positions and padding alone, so layers can share it.
+    """What one new token per row reads and writes; it depends on positions and padding alone, so layers can share it."""
 
-    Args:
-        slot: int64 [B], the slot of the new token.
-        is_key, is_part: bool [B], whether it is a key, and whether its row takes part.
-        valid: bool [B, S], the slots that hold a real token, the new one included.
-        opens: bool [B, 1, 1], rows whose new token is the first of a block that no earlier token has opened.
-        left_position, left_slot: int64 [B, C], the tokens of the block that has left the window, and their slots.
-        is_candidate: bool [B, 1, C], which of them can be salient.
-        place: int64 [B], the place in its block of the new token, and of the token that is compared with the kept ones.
-        is_compared: bool [B, 1], whether there is such a token.
-        is_pending: bool [B, 1, C], which tokens that have left the window are neither kept nor dropped yet.
-        oldest: int64 [B, 1, 1], the first position in the window. After a crop, tokens in slots may be later.
-        near: bool [B, S], the slots of sinks and window.
-        voted_slot: int64 [B, C], the slots of the first block of the window.
-        is_vote: bool [B, 1, 1, C], for which of its tokens the new one votes.
-    """
-
-    slot: Tensor
-    is_key: Tensor
-    is_part: Tensor
-    valid: Tensor
-    opens: Tensor
-    left_position: Tensor
-    left_slot: Tensor
-    is_candidate: Tensor
-    place: Tensor
-    is_compared: Tensor
-    is_pending: Tensor
-    oldest: Tensor
-    near: Tensor
-    voted_slot: Tensor
-    is_vote: Tensor
+    slot: Tensor  # int64 [B], the slot of the new token
+    is_key: Tensor  # bool [B], whether it is a key
+    is_part: Tensor  # bool [B], whether its row takes part
+    valid: Tensor  # bool [B, S], the slots that hold a real token, the new one included
+    opens: Tensor  # bool [B, 1, 1], whether it is the first of a block that no earlier token has opened
+    left_position: Tensor  # int64 [B, C], the tokens of the block that has left the window
+    left_slot: Tensor  # int64 [B, C], their slots
+    is_candidate: Tensor  # bool [B, 1, C], which of them can be salient
+    place: Tensor  # int64 [B], the place in its block of the new token, and of the token that is compared with the kept ones
+    is_compared: Tensor  # bool [B, 1], whether there is such a token
+    is_pending: Tensor  # bool [B, 1, C], which tokens that have left the window are neither kept nor dropped yet
+    oldest: Tensor  # int64 [B, 1, 1], the first position in the window; after a crop, tokens in slots may be later
+    near: Tensor  # bool [B, S], the slots of sinks and window
+    voted_slot: Tensor  # int64 [B, C], the slots of the first block of the window
+    is_vote: Tensor  # bool [B, 1, 1, C], for which of its tokens the new one votes
 
 
 @torch.no_grad()
 def plan_salient_step(
-    position: Tensor,
-    furthest: Tensor,
-    valid: Tensor,
-    options: WindowedOptions,
-    starts: Tensor | None = None,
+    position: Tensor, furthest: Tensor, valid: Tensor, options: WindowedOptions, starts: Tensor | None = None,
     key_mask: Tensor | None = None,
-) -> SalientStep:
+) -> SalientStep:  # fmt: skip
     """Plan a step of every row of a `SalientState`, which has these tensors."""
     size, reach, num_slots = options.block_size, options.window * options.block_size, valid.shape[1]
-    rows, tokens = (
-        torch.arange(len(position), device=position.device)[:, None],
-        torch.arange(size, device=position.device),
-    )
+    rows = torch.arange(len(position), device=position.device)[:, None]
+    tokens = torch.arange(size, device=position.device)
     place, first = position % size, position // size * size  # first token of the block
     is_key = torch.ones_like(position, dtype=torch.bool) if key_mask is None else key_mask[:, 0]
     is_part = torch.ones_like(is_key) if starts is None else starts.to(position.device) == 0
@@ -120,8 +98,8 @@ def plan_salient_step(
 class SalientState(RingState):
     """The decoder state of B rows: sinks, a ring of `window + 1` blocks, and N salient tokens per KV head.
 
-    It is changed in place, and its tensors keep their addresses while the number of rows stays the same. Nothing has a
-    gradient. S is the number of sinks and ring slots; `ring_slot` says which token is in which.
+    It is changed in place, without gradients. S is the number of sinks and ring slots; `ring_slot` says which token is in
+    which.
 
     Args:
         k: [B, G, S + N, D], keys: sinks, ring, and salient tokens.
@@ -129,8 +107,8 @@ class SalientState(RingState):
         valid: bool [B, S], the slots that hold a real token.
         rank: int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot.
         cast: int32 [B, G, C], the votes so far for the oldest block in the window of the last token.
-        final: int32 [B, G, C], the votes for the block that left this window; -1 for what is no candidate. Its tokens are
-            still in the ring, and visible if they are among the N best; each step moves one of them into a slot.
+        final: int32 [B, G, C], the votes for the block that left this window; -1 for tokens that are no candidates. They
+            are in the ring, and visible if they are among the N best, until a step has compared them with the kept ones.
     """
 
     k: Tensor
@@ -162,11 +140,11 @@ class SalientState(RingState):
     def plan_step(
         self, options: WindowedOptions, starts: Tensor | None = None, key_mask: Tensor | None = None
     ) -> "SalientStep":
-        """Plan the step of one new token of every row; see `continue_salient` for the arguments."""
+        """Plan the step of one new token of every row."""
         return plan_salient_step(self.position, self.furthest, self.valid, options, starts, key_mask)
 
     def start(self, options: WindowedOptions) -> SalientStart:
-        """Return the salient tokens from which a run goes on."""
+        """Return what a run continues from."""
         size, reach, num_slots = self.block_size, options.window * self.block_size, self.valid.shape[1]
         last = torch.maximum(self.position, self.furthest)[:, None] - 1
         block = last.clamp(min=0) // size
@@ -179,29 +157,22 @@ class SalientState(RingState):
 
 
 def continue_salient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: SalientState,
-    options: WindowedOptions,
-    *,
-    starts: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    fresh: bool = False,
-    plan: SalientStep | None = None,
-) -> Tensor:
-    """Compute `salient_attention` for T new tokens of every row after those of the state, and update the state in place.
+    q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, *, starts: Tensor | None = None,
+    key_mask: Tensor | None = None, fresh: bool = False, plan: SalientStep | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute `salient_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
     Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
 
     Args:
-        q, k, v, options, starts, key_mask: As in `salient_attention`; `starts` are counted from the first new token.
+        q, k, v, options, key_mask: As in `salient_attention`.
         state: The state; changed in place.
+        starts: int64 [B], the first real one of the new tokens of each row.
         fresh: Whether the state is empty, so that it need not be read.
-        plan: For a single token: the plan of its step, if another layer has made it already.
+        plan: The plan of the step of a single token, if another layer has made it already.
 
     Returns:
-        [B, T, H, V] in v's dtype, zeros at padding.
+        [B, T, H, V] in v's dtype; zeros for padding.
     """
     if q.shape[1] == 1 and not fresh:
         return salient_step(q, k, v, state, options, plan or state.plan_step(options, starts, key_mask))
@@ -219,15 +190,14 @@ def continue_salient(
     num_held = 0 if fresh else num_slots + options.salient
 
     def place_of(position: Tensor) -> Tensor:
-        """Return the places of tokens at positions [B, L] among the state's and the new ones; -1 for none."""
+        """Return the places of the tokens at positions [B, L] among those of the state and the new ones, or -1."""
         new = (position - before[:, None] + padding[:, None] + num_held).clamp(max=num_held + num_tokens - 1)
         if not fresh:
             new = torch.where(position < before[:, None], ring_slot(position, num_slots, options.sinks), new)
         return new.masked_fill((position < 0) | (position >= end[:, None]), -1)
 
-    place = place_of(
-        first_block[:, None] * size + torch.arange((1 - window) * size, num_blocks * size, device=q.device)
-    )
+    first_position = first_block[:, None] * size
+    place = place_of(first_position + torch.arange((1 - window) * size, num_blocks * size, device=q.device))
     sinks = place_of(torch.arange(options.sinks, device=q.device).expand(batch, -1))[:, None]
     valid = is_key
     if not is_full:
@@ -240,11 +210,10 @@ def continue_salient(
     source = source.masked_fill(source < 0, -1)
     is_voter = is_key.gather(1, source.clamp(min=0)) & (source >= 0)
     new_position = before[:, None] - padding[:, None] + torch.arange(num_tokens, device=q.device)
-    inverse = new_position - first_block[:, None] * size
-    inverse = inverse.masked_fill(new_position < before[:, None], -1)
+    inverse = (new_position - first_position).masked_fill(new_position < before[:, None], -1)
     if not is_full:
         q = MoveTokens.apply(q, source, inverse)
-        position = first_block[:, None] * size + torch.arange(num_blocks * size, device=q.device)
+        position = first_position + torch.arange(num_blocks * size, device=q.device)
         is_voter = is_voter & (position >= state.furthest[:, None])
     else:
         q = resize_tokens(q, num_blocks * size)
@@ -256,7 +225,7 @@ def continue_salient(
 
 @torch.no_grad()
 def fill_salient(k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions) -> None:
-    """Put T tokens of every row into an empty state, in place, T at most `window - 1` blocks: no query votes yet."""
+    """Put T tokens of every row, at most `window - 1` blocks, for which no query votes yet, into an empty state."""
     slots = ring_slot(torch.arange(k.shape[1], device=k.device), state.valid.shape[1], options.sinks)
     state.k[:, :, slots] = k.transpose(1, 2)
     state.v[:, :, slots] = v.transpose(1, 2)
@@ -265,21 +234,15 @@ def fill_salient(k: Tensor, v: Tensor, state: SalientState, options: WindowedOpt
 
 
 def write_salient(
-    state: SalientState,
-    chosen: SalientTokens,
-    keys: KeyLists,
-    valid: Tensor,
-    place_of: Callable[[Tensor], Tensor],
-    before: Tensor,
-    end: Tensor,
-    options: WindowedOptions,
-) -> None:
-    """Bring a state of `before` tokens int64 [B] up to `end`, in place, after a run; `valid` bool [B, P] are its keys."""
+    state: SalientState, chosen: SalientTokens, keys: KeyLists, valid: Tensor, place_of: Callable[[Tensor], Tensor],
+    before: Tensor, end: Tensor, options: WindowedOptions,
+) -> None:  # fmt: skip
+    """Update a state of `before` tokens int64 [B] to `end` tokens after a run, whose keys are `valid` bool [B, P]."""
     num_slots, rows = state.valid.shape[1], torch.arange(len(end), device=end.device)
     position = slot_positions(end, num_slots, options.sinks)
     is_new, place = position >= before[:, None], place_of(position).clamp(min=0)
     done = torch.maximum(before, state.furthest)
-    # The last block, of those of the run. Where no token is newer than all before a crop, nothing is chosen anew.
+    # The last block among those of the run. Where no token is newer than all before a crop, nothing is chosen again.
     last = (torch.maximum(end, done) - 1).clamp(min=0) // options.block_size - keys.block[:, 0]
     last, grows = last.clamp(max=keys.block.shape[1] - 1), (end > done)[:, None, None]
     kept = chosen.place[rows, :, last]
@@ -298,28 +261,23 @@ def write_salient(
 
 @torch.no_grad()
 def salient_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: SalientState,
-    options: WindowedOptions,
-    plan: SalientStep,
+    q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, plan: SalientStep
 ) -> Tensor:
-    """Continue `salient_attention` by one token of every row, and update the state in place; see `continue_salient`.
+    """Compute `continue_salient` for one token of every row.
 
-    The computation is the same for every position, so one compiled graph serves all steps. Rows with `starts` of 1 do not
-    take part: their state stays as it is.
+    The computation does not depend on positions, so one compiled graph serves all steps. Rows with `starts` of 1 do not take
+    part: their state stays as it is.
     """
     num_slots, num_kv_heads = state.valid.shape[1], k.shape[2]
     rows, heads = torch.arange(len(q), device=q.device)[:, None], torch.arange(num_kv_heads, device=q.device)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         held[rows[:, 0], :, plan.slot] = new.masked_fill(~plan.is_key[:, None, None], 0).to(held.dtype)
     state.valid.copy_(plan.valid)
-    # The first token of a block lets the tokens that leave the window compete.
+    # At the first token of a block, the votes for the block that leaves the window are final.
     cast = state.cast.masked_fill(~plan.is_candidate, -1)
     state.final.copy_(torch.where(plan.opens, cast, state.final))
     state.cast.masked_fill_(plan.opens, 0)
-    # One of them is compared with the worst of the kept ones, and moved into its slot if it is better.
+    # One token of that block is compared with the worst of the kept ones, and moves into its slot if it is better.
     rank = rank_tokens(state.final.clamp(min=0), plan.left_position[:, None], state.final >= 0)
     worst, index = state.rank.min(-1)
     new_rank = rank[rows, heads, plan.place[:, None]]  # [B, G]

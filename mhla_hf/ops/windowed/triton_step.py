@@ -1,8 +1,8 @@
 """Two kernels for one new token per request whose decoder state (see `WindowedState`) is in the pages of a serving engine.
 
-The first moves the sums on in their pages, and the second attends. Neither copies a page. P is the number of pages of a
-request, U = G / P the number of KV heads in a page, and S the number of its slots. A tensor of pages enters a kernel as a
-tuple (pointer, stride of the page); within a page it is contiguous.
+The first advances the sums in their pages, the second attends; neither copies a page. P is the number of pages of a request,
+U = G / P the number of KV heads in a page, and S that of slots. A tensor of pages enters a kernel as a tuple (pointer,
+stride of the page); a page is contiguous.
 """
 
 from dataclasses import dataclass
@@ -23,19 +23,12 @@ SMALL_PAGES = WindowedOptions(4, scale=0.125, impl="torch")
 
 @dataclass
 class PageTensors:
-    """The parts of all pages; see `WindowedState` for what they hold.
+    """The parts of all pages; see `WindowedState` for what they hold."""
 
-    Args:
-        running: [pages, U, R, V + 1, F].
-        pending: [pages, U, V + 1, F].
-        k: [pages, U, S, D].
-        v: [pages, U, S, V].
-    """
-
-    running: Tensor
-    pending: Tensor
-    k: Tensor
-    v: Tensor
+    running: Tensor  # [pages, U, R, V + 1, F]
+    pending: Tensor  # [pages, U, V + 1, F]
+    k: Tensor  # [pages, U, S, D]
+    v: Tensor  # [pages, U, S, V]
 
 
 @kernel
@@ -47,12 +40,8 @@ def advance_kernel(
 ):  # fmt: skip
     """Advance the sums of a page by one token: each program BV rows of the sums of one request and KV head.
 
-    Args:
-        running, pending, values: Pages, as in `PageTensors`.
-        k_features: [N, G, F], the features of the token that enters the pending summary.
-        pages: int64 [N, P].
-        position: int64 [N], the position of the new token.
-        log_rate: fp32 [G, R].
+    k_features [N, G, F] are those of the token that enters the pending summary; log_rate is fp32 [G, R]. See `page_step` for
+    the others.
     """
     num_v_tiles: tl.constexpr = (V + BV) // BV
     v_tile = tl.program_id(0) % num_v_tiles
@@ -65,7 +54,7 @@ def advance_kernel(
     v_lanes, f_lanes = v_tile * BV + tl.arange(0, BV), tl.arange(0, BF)
     lanes = v_lanes[:, None] * F + f_lanes[None, :]
     inside = (v_lanes[:, None] <= V) & (f_lanes[None, :] < F)
-    # What a page holds before a request's first token belongs to another request.
+    # Before the first token of a request, its pages hold the data of another.
     held = inside & (v_lanes[:, None] < tl.where(token > 0, V + 1, 0))
     pending_lanes = pending[0] + page * pending[1] + head_in_page * (V + 1) * F + lanes
     entering = tl.load(pending_lanes, mask=held, other=0.0)
@@ -94,12 +83,7 @@ def page_attention_kernel(
 ):  # fmt: skip
     """Compute o [N, H, V], the attention of one new token per request: each program BV lanes of one request and head.
 
-    Args:
-        q: [N, H, D].
-        q_features: [N, H, F].
-        running, keys, values, pages, position: As in `advance_kernel`, after it has run.
-        weight: fp32 [H, R].
-        power, balance: fp32 [H], or None.
+    weight is fp32 [H, R], power and balance are fp32 [H] or None. See `page_step` for the others.
     """
     num_v_tiles: tl.constexpr = (V + BV - 1) // BV
     v_tile = tl.program_id(0) % num_v_tiles
@@ -141,7 +125,7 @@ def page_attention_kernel(
         if balance is not None:
             score = tl.where(visible, score, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(score, 0))
-            # If no key was visible so far, the maximum is -inf, and -inf - -inf would be NaN.
+            # If no key is visible so far, the maximum is -inf, and -inf - -inf would be NaN.
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             shrink = tl.exp(largest - shift)
             weights = tl.exp(score - shift)
@@ -166,25 +150,19 @@ def page_attention_kernel(
 
 
 def page_step(
-    q: Tensor,
-    q_features: Tensor,
-    k_features: Tensor,
-    tensors: PageTensors,
-    pages: Tensor,
-    position: Tensor,
-    decays: Decays,
-    balance: Tensor | None,
-    options: WindowedOptions,
-) -> Tensor:
+    q: Tensor, q_features: Tensor, k_features: Tensor, tensors: PageTensors, pages: Tensor, position: Tensor,
+    decays: Decays, balance: Tensor | None, options: WindowedOptions,
+) -> Tensor:  # fmt: skip
     """Continue `windowed_attention` by one token per request, as `windowed_step` does, and update its pages in place.
 
     Args:
         q: [N, H, D].
         q_features: [N, H, F].
-        k_features: [N, G, F], the features of the key `options.window - 1` blocks before the new token; any if none.
+        k_features: [N, G, F], the features of the key `options.window - 1` blocks before the new token; ignored if there is
+            none.
         tensors: The pages, which must hold the key and the value of the new token already.
-        pages: int64 [N, P], the pages of each request, with the KV heads in the order of the model's.
-        position: int64 [N], the position of the new token; where it is 0, what the pages hold is ignored. Rows of padding
+        pages: int64 [N, P], the pages of each request, with the KV heads in the model's order.
+        position: int64 [N], the position of the new token; where it is 0, the sums in the pages are ignored. Rows of padding
             have position -1, and outputs 0.
         decays, balance, options: As in `WindowedInputs`.
 
@@ -201,9 +179,8 @@ def page_step(
     decays = decays.to(torch.float32)
     feature_lanes = next_lanes(num_features)
     value_tile = min(32 if feature_lanes <= 128 else 16, next_lanes(value_width))
-    running, pending, keys, values = (
-        (x, x.stride(0)) for x in (tensors.running, tensors.pending, tensors.k, tensors.v)
-    )
+    parts = tensors.running, tensors.pending, tensors.k, tensors.v
+    running, pending, keys, values = ((x, x.stride(0)) for x in parts)
     shared: dict[str, Any] = {
         "running": running, "values": values, "pages": pages.contiguous(), "position": position,
         "block_size": options.block_size, "window": options.window, "sinks": options.sinks, "num_slots": num_slots,
@@ -212,10 +189,7 @@ def page_step(
     }  # fmt: skip
     with on_device(q):
         advance_kernel[(batch * num_kv_heads * num_tiles(value_width + 1, value_tile),)](
-            pending=pending,
-            k_features=k_features.contiguous(),
-            log_rate=decays.log_rate.contiguous(),
-            **shared,
+            pending=pending, k_features=k_features.contiguous(), log_rate=decays.log_rate.contiguous(), **shared
         )
         page_attention_kernel[(batch * num_heads * num_tiles(value_width, value_tile),)](
             q=q.contiguous(),
@@ -237,23 +211,15 @@ def page_step(
 
 
 def small_page_call(
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    options: WindowedOptions = SMALL_PAGES,
-    width: int = 64,
-    num_features: int = 64,
-    num_rates: int = 1,
-    queries_per_kv: int = 2,
-    heads_per_page: int = 1,
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, *, options: WindowedOptions = SMALL_PAGES,
+    width: int = 64, num_features: int = 64, num_rates: int = 1, queries_per_kv: int = 2, heads_per_page: int = 1,
     has_power: bool = True,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Decode a short sequence of two pages by the kernels, and compute it by PyTorch in fp64; see `SmallCall`.
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """Decode a short sequence in two pages by the kernels, and compute it by PyTorch in fp64; see `SmallCall`.
 
-    `make gpu` does so with all kinds of options, too. Without sinks there is no softmax.
+    `make gpu` does so with all kinds of options. Without sinks there is no softmax.
     """
-    num_tokens = (options.window + 3) * options.block_size
-    num_kv_heads = 2 * heads_per_page
+    num_tokens, num_kv_heads = (options.window + 3) * options.block_size, 2 * heads_per_page
     num_heads = queries_per_kv * num_kv_heads
     generator = torch.Generator().manual_seed(0)
 
@@ -266,9 +232,8 @@ def small_page_call(
     q_features = random(num_tokens, num_heads, num_features, dtype=dtype)
     # Without a softmax, the near part reads features, which are the keys.
     k_features = random(num_tokens, num_kv_heads, num_features, dtype=dtype) if options.sinks else k
-    decays = Decays(
-        random(num_heads, num_rates), -random(num_kv_heads, num_rates), random(num_heads) if has_power else None
-    )
+    weight, log_rate = random(num_heads, num_rates), -random(num_kv_heads, num_rates)
+    decays = Decays(weight, log_rate, random(num_heads) if has_power else None)
     balance = random(num_heads) if options.sinks else None
     num_slots = options.sinks + options.window * options.block_size
 

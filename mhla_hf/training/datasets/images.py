@@ -1,7 +1,7 @@
 """Images for training and evaluation, labeled if need be: from tensors, a folder with one folder per class, or a dataset.
 
-The order and the augmentation of the images are functions of (seed, stage, number of the sample). The model's own image
-processor computes the pixels in a few threads, one batch ahead.
+Their order and augmentation are functions of (seed, stage, number of the sample). The model's own image processor computes
+the pixels in a few threads, one batch ahead.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 [C, H, W], class proba
 
 @dataclasses.dataclass(eq=False)
 class LabeledImages:
-    """N images, uint8 [N, C, H, W] or paths or PIL images, with labels [N]. `identity` is a hash, computed if it is None."""
+    """N images, uint8 [N, C, H, W], paths or PIL images, with labels [N]. `identity` is a hash, computed if it is None."""
 
     items: Any
     labels: Any
@@ -43,7 +43,7 @@ class LabeledImages:
         self.labels = torch.as_tensor(self.labels).long()
         if not len(self.labels) or len(self.labels) != len(self.items):
             got = f"{self.name!r} with {len(self.items)} images and {len(self.labels)} labels"
-            raise ValueError(f"data: got {got}, expected a label for each image, at least one.")
+            raise ValueError(f"data: got {got}, expected one label per image, at least one.")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -61,7 +61,7 @@ class LabeledImages:
         return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
 
     def renumber_as(self, class_names: Sequence[str], training_name: str) -> "LabeledImages":
-        """Return these test images, relabeled with the class numbers of the training data, which must have all classes."""
+        """Relabel these test images with the class numbers of the training data, which must have all their classes."""
         names = self.class_names or ()
         if unknown := [name for name in names if name not in class_names]:
             expected = f"only the {len(class_names)} classes of the training data {training_name!r}"
@@ -69,7 +69,7 @@ class LabeledImages:
         return self._renumber([list(class_names).index(name) for name in names], class_names)
 
     def renumber_for(self, config: Any, argument: str = "data") -> "LabeledImages":
-        """Return these images, relabeled with the class numbers of a model, by name or, if it knows no name, in order."""
+        """Relabel these images with a model's class numbers, by name or, if the model knows no name, in order."""
         names = self.class_names or ()
         model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
         unknown = [name for name in names if name not in model_numbers]
@@ -106,12 +106,12 @@ class LabeledImages:
 
 
 def preprocess(processor: Any, images: Sequence[Image.Image], **changes: Any) -> torch.Tensor:
-    """Apply a transformers image processor to N images, and return the pixels, fp32 [N, C, H, W]."""
+    """Return what an image processor of transformers makes of N images, fp32 [N, C, H, W]."""
     return processor(images=images, return_tensors="pt", **changes)["pixel_values"].float()
 
 
 def find_output_size(processor: Any, channels: int) -> tuple[int, int]:
-    """Return the height and width of an image processor's output; raise ValueError if they depend on the input."""
+    """Return height and width of an image processor's output; raise ValueError if they depend on the input."""
     blanks = [Image.new("L" if channels == 1 else "RGB", sides) for sides in ((64, 48), (48, 64))]
     expected = f"one that makes images of one height and width and {channels} channels"
     with wrap_errors(f"processor: got {type(processor).__name__}, expected {expected}"):
@@ -130,8 +130,8 @@ def open_images(data: Any, split: str = "train", labeled: bool = True) -> Labele
               and class labels;
             - `LabeledImages`, which are returned unchanged.
         split: "train" or "test". The folder of "test" may also be called "val" or "validation".
-        labeled: Whether labels are needed. Without them, a folder may hold images anywhere, and a dataset needs no column
-            of labels; all labels are 0 then.
+        labeled: Whether labels are needed. If not, all are 0, images may be anywhere in the folder, and a dataset needs no
+            column of labels.
 
     Raises:
         ValueError, TypeError, ImportError: The data cannot be opened.
@@ -159,10 +159,9 @@ def open_images(data: Any, split: str = "train", labeled: bool = True) -> Labele
         expected = "one of images and one of labels" if labeled else "one of images"
         raise ValueError(f"data: got {name!r} with the columns {list(types)}, expected {expected}.")
     images = data[image_columns[0]]
-    if not labeled:
-        return LabeledImages(images, [0] * len(images), name, None, data._fingerprint)
-    class_names = getattr(data.features[label_columns[0]], "names", None)
-    return LabeledImages(images, list(data[label_columns[0]]), name, class_names, data._fingerprint)
+    labels = list(data[label_columns[0]]) if labeled else [0] * len(images)
+    class_names = getattr(data.features[label_columns[0]], "names", None) if labeled else None
+    return LabeledImages(images, labels, name, class_names, data._fingerprint)
 
 
 def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
@@ -246,7 +245,7 @@ class ImageReader(Reader):
     def _mix(
         self, pixels: torch.Tensor, targets: torch.Tensor, other_pixels: torch.Tensor, other_targets: torch.Tensor
     ) -> Sample:
-        """Apply mixup or CutMix to each image and its neighbor in the batch, with one proportion for the whole batch."""
+        """Apply mixup or CutMix to each image and its neighbor in the batch, in one proportion for the whole batch."""
         random = numpy.random.default_rng((*self.key, self.next, 2))
         height, width = self.size
         use_cutmix = bool(self.stage.cutmix) and (not self.stage.mixup or random.random() < 0.5)
@@ -270,7 +269,7 @@ class ImageReader(Reader):
 def draw_random_box(
     random: numpy.random.Generator, size: tuple[int, int], min_area: float, max_area: float = 1.0
 ) -> tuple[float, float, float, float]:
-    """Return left, top, right, and bottom of a random box in an image of `size` (width, height), in pixels."""
+    """Return left, top, right and bottom of a random box in an image of `size` (width, height), in pixels."""
     area = random.uniform(min_area, max_area)
     aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
     width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)

@@ -1,11 +1,10 @@
-"""Latents for training diffusion models: from a folder, a dataset, tensors, or trajectories that the teacher samples.
+"""Latents for training diffusion models, of a dataset or of trajectories that the teacher samples.
 
-Every sample has its own random generator, seeded with (seed, stage, number of the sample). So a batch does not depend on
-the process that reads it, nor on where a run was interrupted.
+Every sample has its own generator, seeded with (seed, stage, number of the sample), whichever process reads it and wherever
+a run was interrupted.
 """
 
 import abc
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,12 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy
 import torch
-from safetensors.torch import load_file
-from torch.utils.data import ConcatDataset, StackDataset
 from tqdm import tqdm
 
-from ...checkpoints.load import wrap_errors
-from ...data import Reader, check_data_path, identify_files, load_split, read_text_file
+from ...data import Reader, check_data_path, read_text_file
 from ..denoising import Conditions, NoiseProcess, sample_latents
 from ..recipe import DiffusionStage
 
@@ -98,7 +94,7 @@ class LatentReader(Reader):
 
 
 class TrajectoryReader(Reader):
-    """Reads trajectories of the teacher, one for each row of the batch, input by input; at their end, it samples others."""
+    """Reads trajectories of the teacher, one per row of the batch, input by input, and samples others at their end."""
 
     def __init__(self, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
@@ -109,7 +105,6 @@ class TrajectoryReader(Reader):
         return {"next": self.next, "position": self.position}
 
     def take(self, count: int, rows: slice = slice(None)) -> Batch:
-        """Return what differs among the R rows, [R, ...] each, on the CPU."""
         if not self.trajectories:
             self.trajectories = self.sample([self.next * count + row for row in range(*rows.indices(count))])
         inputs = [trajectory[self.position] for trajectory in self.trajectories]
@@ -137,8 +132,8 @@ class PointReader(TrajectoryReader):
         key: Key, state: dict[str, Any] | None, show_bar: bool,
     ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.teacher, self.shape, self.conditions, self.stage = teacher, shape, conditions, stage
-        self.show_bar = show_bar
+        self.teacher, self.shape, self.show_bar = teacher, shape, show_bar
+        self.conditions, self.stage = conditions, stage
 
     def collate(self, inputs: Sequence[Any]) -> Batch:
         return _collate(zip(*inputs, strict=True), self.conditions)
@@ -189,7 +184,6 @@ def _collate(inputs: Iterable[Sequence[Any]], encoder: ConditionEncoder) -> Batc
 
 
 def _without_text(condition: Condition) -> Condition:
-    """Return a condition without what is `DROPPED`."""
     return {key: value for key, value in condition.items() if key not in DROPPED}
 
 
@@ -203,38 +197,35 @@ class ClassConditions:
         return {"class_labels": torch.randint(self.num_classes, (), generator=generator)}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        labels = torch.tensor([int(row.get("class_labels", self.num_classes)) for row in samples])
-        if not 0 <= labels.min() <= labels.max() <= self.num_classes:
-            expected = f"0 to {self.num_classes - 1} as the model has"
-            raise ValueError(f"data: got the classes {labels.tolist()}, expected {expected}.")
+        count = self.num_classes
+        labels = torch.tensor([int(row.get("class_labels", count)) for row in samples])
+        if not 0 <= labels.min() <= labels.max() <= count:
+            raise ValueError(f"data: got the classes {labels.tolist()}, expected 0 to {count - 1} as the model has.")
         return {"class_labels": labels}
 
 
 class TextConditions:
     """Encodes texts by `encode`, which returns the conditions of B texts, [B, ...] each, and those of the empty one."""
 
-    def __init__(
-        self, encode: Callable[[list[str]], tuple[Conditions, Conditions]], prompts: Iterable[str] = ()
-    ) -> None:
-        self.encode = encode
-        self.prompts = list(prompts)
+    def __init__(self, encode: Callable[[list[str]], tuple[Conditions, Conditions]], prompts: Sequence[str]) -> None:
+        self.encode, self.prompts = encode, prompts
         self.empty: Conditions | None = None  # conditions of the empty prompt, set by the first call of `encode`
 
     def draw(self, generator: torch.Generator) -> Condition:
         return {"prompt": self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions that all B samples have, [B, ...] each. Without any text, a sample has the empty one."""
+        """Return the conditions that all B samples have, [B, ...] each; a sample without a text has the empty one's."""
         texts = [sample["prompt"] for sample in samples if "prompt" in sample]
         encoded: Conditions = {}
         if texts or (self.empty is None and any("encoder_hidden_states" not in sample for sample in samples)):
             encoded, self.empty = self.encode(texts or [""])
         rows: list[Conditions] = []
-        text_numbers = itertools.count()
+        numbers = itertools.count()
         for sample in samples:
             row = dict(sample)
             if row.pop("prompt", None) is not None:
-                number = next(text_numbers)
+                number = next(numbers)
                 row |= {key: value[number] for key, value in encoded.items()}
             elif "encoder_hidden_states" not in row:
                 row |= {key: value[0] for key, value in (self.empty or {}).items()}
@@ -246,46 +237,6 @@ class TextConditions:
 def make_generator(*key: int) -> torch.Generator:
     seed = numpy.random.SeedSequence(key).generate_state(1, numpy.uint64)[0]
     return torch.Generator().manual_seed(int(seed >> 1))
-
-
-def open_latents(data: Any) -> Latents:
-    """Open latents from a folder, a dataset or tensors.
-
-    Args:
-        data: One of
-            - a folder of safetensors files, each with `latents` [N, C, (F,) h, w], scaled as the model's input, and
-              `class_labels` [N], or `prompt_embeds` [N, L, D] and optionally `prompt_attention_mask` [N, L]. Models of
-              image to video also need `condition` [N, D, F, h, w], the further channels of their input, and with an image
-              encoder `image_embeds` [N, L, D]; VACE needs `control` [N, D, F, h, w];
-            - a dict of such tensors;
-            - the id of a dataset on the Hub, "id" or "id:configuration" (split "train"), or a Dataset of `datasets`, with
-              such columns, or with texts in the column `prompt`.
-
-            N is the number of samples, L that of tokens and D the width of an embedding; see `Latents` for the others.
-
-    Raises:
-        ValueError, TypeError, ImportError: The data cannot be opened.
-    """
-    if isinstance(data, dict):
-        columns: dict[str, Any] = {key: value.detach() for key, value in data.items()}
-        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in columns.items()}
-        return Latents(StackDataset(**columns), "a dict of tensors", hashes)
-    if hasattr(data, "column_names") and hasattr(data, "__getitem__"):
-        return Latents(data, "a dataset", getattr(data, "_fingerprint", None))
-    if not isinstance(data, (str, Path)):
-        raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset, or a dict of tensors.")
-    path, name = check_data_path(data), str(data)
-    if not path.is_dir():
-        return Latents(load_split(name), name, name)
-    files = sorted(path.rglob("*.safetensors"))
-    if not files:
-        raise ValueError(f"data: got the folder {name!r} without latents, expected .safetensors files.")
-    datasets = []
-    for file in files:
-        with wrap_errors(f"data: got {str(file)!r}, expected latents that can be read"):
-            tensors: Any = load_file(file)
-            datasets.append(StackDataset(**tensors))
-    return Latents(ConcatDataset(datasets), name, identify_files(files))
 
 
 def read_prompt_lines(path: Path) -> list[str]:

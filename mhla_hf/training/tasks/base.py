@@ -30,7 +30,7 @@ Elementwise = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Task(abc.ABC, Generic[StageT]):
-    """Data, batches, losses and files of one kind of model. `returned`, a student or its pipeline, is saved."""
+    """Data, batches, losses and files of one kind of model. `returned`, the student or its pipeline, is saved."""
 
     name: str  # key of recipe.STAGE_TYPES; appears in recipes and records
     objective_type: type["Objective"]
@@ -44,14 +44,14 @@ class Task(abc.ABC, Generic[StageT]):
         self.returned = self.student = student
         self.teacher = teacher
         self.preprocessor = preprocessor  # a tokenizer or image processor that is saved with the model
-        # These are set by the loop. With FSDP only the main process has the student's weights.
+        # The loop sets these. With FSDP, only the main process has the student's weights.
         self.show_bars, self.has_weights = False, True
-        # Of the first of two `parts`, set in the second: the hash of the student before training, and the record.
+        # In the second of two `parts`, of the first: the hash of the student before training, and the record.
         self.earlier_student: str | None = None
         self.earlier_record: dict[str, Any] | None = None
 
     def parts(self) -> "tuple[Task, ...]":
-        """Return the tasks to run one after the other: two for a pipeline with two transformers."""
+        """Return the tasks to run in turn: two for a pipeline with two transformers."""
         return (self,)
 
     def check(self, stages: Sequence[StageT]) -> None:
@@ -69,21 +69,20 @@ class Task(abc.ABC, Generic[StageT]):
 
     @abc.abstractmethod
     def open(self, data: Any, stages: Sequence[StageT]) -> Any:
-        """Open data that fit model and stages. The result has a `name`, and `describe()`, its identity in JSON."""
+        """Open data, which must fit model and stages. The result has a `name`, and `describe()`, its identity in JSON."""
 
     @abc.abstractmethod
     def reader(self, source: Any, stage: StageT, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of stage `number`, 0-based, which continues from an earlier reader's `state()` or `handover()`."""
+        """Return a reader of stage `number`, which continues from an earlier reader's `state()` or `handover()`."""
 
     def take(self, reader: Any, stage: StageT, rows: slice) -> TensorsAndWeights:
-        """Read a batch, and return the arguments of the objective for `rows` of it: tensors, and the weight of a sample."""
+        """Read a batch, and return the objective's arguments for `rows` of it: tensors, and the weight of a sample."""
         return reader.take(stage.batch_size, rows), (1 / stage.batch_size,)
 
     def objective(self, stage: StageT) -> "Objective":
         return self.objective_type(self.student, self.teacher, stage)
 
     def units_per_step(self, stage: StageT) -> int:
-        """Return the number of units (tokens, images or samples) that one optimizer step processes."""
         return stage.batch_size * getattr(stage, "seq_len", 1)
 
     def seconds_of(self, stages: Sequence[StageT], progress: Mapping[str, Any]) -> float:
@@ -94,7 +93,7 @@ class Task(abc.ABC, Generic[StageT]):
         return {}
 
     def previewer(self, source: Any) -> Callable[[StageT, int], list[Any]]:
-        """Return a function of (stage, seed) that samples an image or the frames of a video, for the data from `open`."""
+        """Return a function of (stage, seed) that samples an image, or the frames of a video, for the opened data."""
         raise ValueError("preview_every: got a number with a model that makes no images, expected 0.")
 
     @contextlib.contextmanager
@@ -116,7 +115,7 @@ class Task(abc.ABC, Generic[StageT]):
 
 
 def load_weights(model: Any, folder: Path, subfolder: str = "") -> None:
-    """Load into a model, in place, the weights that were saved to a folder, or as a pipeline's component `subfolder`."""
+    """Load the weights in a folder, or of a pipeline's component `subfolder`, into a model in place."""
     trained = type(model).from_pretrained(folder, subfolder=subfolder, dtype=model.dtype)
     model.load_state_dict(trained.state_dict())
 
@@ -124,8 +123,7 @@ def load_weights(model: Any, folder: Path, subfolder: str = "") -> None:
 class Objective(nn.Module):
     """Base class of the module that Accelerate wraps: the student and the loss of one stage.
 
-    `forward` returns the loss of a micro-batch, and scalars to log; those of all micro-batches add up to the batch's. The
-    teacher is no submodule, so that Accelerate does not move, wrap or save it.
+    `forward` returns the loss of a micro-batch, and scalars to log, which add up to those of the batch.
     """
 
     student: Any
@@ -133,9 +131,8 @@ class Objective(nn.Module):
 
     def __init__(self, student: nn.Module, teacher: nn.Module | None, stage: Any) -> None:
         super().__init__()
-        self.student = student
-        self.stage = stage
-        self.__dict__["teacher"] = teacher
+        self.student, self.stage = student, stage
+        self.__dict__["teacher"] = teacher  # no submodule, so that Accelerate does not move, wrap or save it
 
     def attention_transfer_loss(
         self, run_teacher: Callable[[], Any], call_attention: Callable[..., Any] | None = None,
@@ -143,8 +140,8 @@ class Objective(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         """Return the `relative_error` of the student's attention outputs, summed over MHLA layers and samples, in fp32.
 
-        While the teacher runs, hooks on its attention modules call the student's module of the same layer with the same
-        inputs. So every layer is trained without the errors of earlier layers.
+        While the teacher runs, hooks on its attention modules call the student's with the same inputs, so that every layer
+        is trained without the errors of earlier ones.
         """
         losses: list[torch.Tensor] = []
         dtype = self.student.dtype
@@ -174,7 +171,7 @@ class Objective(nn.Module):
 
 
 def relative_error(output: torch.Tensor, target: torch.Tensor, magnitude: Elementwise = torch.square) -> torch.Tensor:
-    """Return magnitude(output - target) / magnitude(target), each summed over a sample's elements, summed over samples."""
+    """Return magnitude(output - target) / magnitude(target), both summed over a sample's elements, summed over samples."""
     output, target = output.float().flatten(1), target.float().flatten(1)
     scale = magnitude(target).sum(1).clamp_min(torch.finfo(torch.float32).tiny)
     return (magnitude(output - target).sum(1) / scale).sum()

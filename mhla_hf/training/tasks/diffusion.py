@@ -21,9 +21,9 @@ from ...conversion.model_family import TRANSFORMERS, family_of, is_of_diffusers,
 from ...data import Reader
 from ...models.families import Family
 from ..adapters import import_peft
-from ..datasets.latents import ClassConditions, LatentReader, Latents, PointReader, TextConditions, open_latents
+from ..datasets.latents import ClassConditions, LatentReader, Latents, PointReader, TextConditions
 from ..denoising import Conditions, NoiseProcess, call, make_arguments
-from ..pipeline_calls import CallReader, PipelineArguments, open_arguments, sample_calls, sample_images
+from ..pipeline_calls import CallReader, PipelineArguments, open_samples, sample_calls, sample_images
 from ..recipe import DiffusionStage
 from ..trainable import find_mhla_attentions
 from .base import LossAndLogs, Objective, Task, TensorsAndWeights, load_weights
@@ -35,18 +35,15 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_query", "to_key", "to_va
 class DiffusionObjective(Objective):
     """Losses of a diffusion transformer. `get_batch` returns the names of a batch's tensors, and its constants."""
 
-    def __init__(
-        self, student: Any, teacher: Any, stage: DiffusionStage,
-        get_batch: Callable[[], tuple[Sequence[str], dict[str, Any]]],
-    ) -> None:  # fmt: skip
+    def __init__(self, student: Any, teacher: Any, stage: Any, get_batch: Callable[[], tuple[Any, Any]]) -> None:
         super().__init__(student, teacher, stage)
         self.get_batch = get_batch
 
     def forward(self, *tensors_and_weight: Any) -> LossAndLogs:
         """Return the loss of a micro-batch and the values to log; the last argument is 1 / samples in the whole batch."""
         names, constants = self.get_batch()
-        batch = dict(zip(names, tensors_and_weight[:-1], strict=True))
-        sample_weight = tensors_and_weight[-1]
+        *tensors, sample_weight = tensors_and_weight
+        batch: dict[str, Any] = dict(zip(names, tensors, strict=True))
         target = batch.pop("target", None)
         num_channels = None
         if "noisy" in batch:
@@ -110,8 +107,7 @@ class DiffusionTask(Task[DiffusionStage]):
             if model is not None and getattr(model, TRANSFORMERS[1], None) is None:
                 raise ValueError(f"{argument}: got one transformer, expected a pipeline with two as the other has.")
         if self.pipeline.config.get("boundary_ratio") is None:
-            got = "None in a pipeline with two transformers"
-            raise ValueError(f"boundary_ratio: got {got}, expected a number from 0 to 1.")
+            raise ValueError("boundary_ratio: got None in a pipeline with two transformers, expected one from 0 to 1.")
         first, last = (type(self)(*self.models, component) for component in TRANSFORMERS)
         first.returned = first.student
         return first, last
@@ -124,7 +120,7 @@ class DiffusionTask(Task[DiffusionStage]):
             load_weights(getattr(self.returned, component), folder, component)
 
     def check(self, stages: Sequence[DiffusionStage]) -> None:
-        """Also check that families and channels match, and set what the data have, such as `condition_names`."""
+        """Also check that families and channels match, and set what the data must have, such as `condition_names`."""
         models = [self.student] if self.teacher is None else [self.student, self.teacher]
         families = [family_of(model) if is_of_diffusers(model) else None for model in models]
         for argument, model, family in zip(("student", "teacher"), models, families, strict=False):
@@ -153,9 +149,10 @@ class DiffusionTask(Task[DiffusionStage]):
         return [column for column, is_needed in needs.items() if is_needed]
 
     def open(self, data: Any, stages: Sequence[DiffusionStage]) -> Any:
-        """Open latents or arguments of the pipeline (see `open_latents`, `open_arguments`); None means random classes."""
-        arguments = None if data is None else open_arguments(data)
-        latents = open_latents(data) if data is not None and arguments is None else None
+        """Open latents or arguments of the pipeline (see `open_samples`); None means random classes."""
+        samples = None if data is None else open_samples(data)
+        latents = samples if isinstance(samples, Latents) else None
+        arguments = samples if isinstance(samples, PipelineArguments) else None
         self._check_data(stages, arguments, latents)
         prompts: list[str] = []
         if arguments is not None:
@@ -172,8 +169,7 @@ class DiffusionTask(Task[DiffusionStage]):
         classes = ClassConditions(self.student.config.get("num_embeds_ada_norm"))
         conditions = TextConditions(self._encode, prompts) if self.takes_text else classes
         scheduler_config = self.pipeline.scheduler.config.items()
-        source = arguments if latents is None else latents
-        description = {"kind": "trajectories"} if source is None else source.describe()
+        description = {"kind": "trajectories"} if samples is None else samples.describe()
         description["scheduler"] = hash_json({key: value for key, value in scheduler_config if not key.startswith("_")})
         opened = types.SimpleNamespace(latents=latents, arguments=arguments, conditions=conditions)
         opened.name = "the teacher's trajectories" if latents is None else latents.name
@@ -199,15 +195,14 @@ class DiffusionTask(Task[DiffusionStage]):
         return PointReader(teacher, self._latent_shape(stage), source.conditions, stage, key, state, self.show_bars)
 
     def previewer(self, source: Any) -> Callable[[DiffusionStage, int], list[Any]]:
-        """Return a function that samples for the first row of the data; ValueError if they lack a pipeline's arguments."""
+        """Return a function that samples for the first row of the data; ValueError if that lacks a pipeline's arguments."""
         arguments = self._preview_arguments(source)
         PipelineArguments([arguments], source.name, None).check(self.student_pipeline)
         pipeline, component = self.student_pipeline, self.component
-        # The student is read at each call: in a stage with FSDP, it is a copy.
         return lambda stage, seed: sample_images(pipeline, component, self.student, stage, arguments, seed)
 
     def _preview_arguments(self, source: Any) -> dict[str, Any]:
-        """Return the pipeline arguments for the first row of the data; for latents, the class or prompt stored with them."""
+        """Return the pipeline's arguments for the first row of the data; of latents, the class or prompt beside them."""
         if source.arguments is not None:
             return dict(source.arguments.rows[0])
         if source.latents is None:
@@ -221,7 +216,6 @@ class DiffusionTask(Task[DiffusionStage]):
         return {name: condition[key][None] for name, key in names.items() if key in condition}
 
     def take(self, reader: Any, stage: DiffusionStage, rows: slice) -> TensorsAndWeights:
-        """Return the arguments of `DiffusionObjective.forward`, and store the names of the tensors for it."""
         batch = reader.take(stage.batch_size, rows)
         self.batch = (tuple(batch), getattr(reader, "constants", {}))
         return tuple(batch.values()), (1 / stage.batch_size,)
@@ -231,7 +225,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
     @contextlib.contextmanager
     def prepare(self, stage: DiffusionStage) -> Iterator[None]:
-        """Set eval mode, as in training mode DiT drops labels. Add LoRA if the stage has it, and merge it at the end."""
+        """Set eval mode, because DiT drops labels in training mode. Add a stage's LoRA, and merge it at the end."""
         self.student.eval()
         if stage.trainable != "lora":
             yield
@@ -255,7 +249,7 @@ class DiffusionTask(Task[DiffusionStage]):
     def _check_data(
         self, stages: Sequence[DiffusionStage], arguments: PipelineArguments | None, latents: Latents | None
     ) -> None:
-        """Raise ValueError if the data do not fit the model or its losses, or texts cannot be encoded."""
+        """Raise ValueError if the data do not fit the model or its losses, or if texts cannot be encoded."""
         columns = () if latents is None else latents.columns
         if latents is not None:
             if not self.condition_names:
@@ -285,7 +279,7 @@ class DiffusionTask(Task[DiffusionStage]):
             raise ValueError(f"teacher: got a pipeline without text encoder, expected {expected}.")
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
-        """Return the shape (channels, (frames,) rows, columns) of latents of the stage's size or, without, the model's."""
+        """Return the shape [C, (F,) h, w] of latents of the stage's size or, without one, the model's."""
         config, pipeline = self.student.config, self.pipeline
         channels = _latent_channels(self.student)
         num_axes = len(_patch_size(self.student))
@@ -336,7 +330,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
 
 def _latent_channels(model: Any) -> int:
-    """Return the number of channels of the noisy latents, to which models of image to video add others; 0 if unknown."""
+    """Return the number of channels of noisy latents, without those that models of image to video add; 0 if unknown."""
     in_channels = model.config.get("in_channels") or 0
     return min(in_channels, model.config.get("out_channels") or in_channels)
 

@@ -44,12 +44,11 @@ class EncoderTask(Task[EncoderStage]):
         self.text_field, self.files = text_field, files
 
     def open(self, data: Any, stages: Sequence[EncoderStage]) -> Any:
-        """Open text, and check that the sequences of all stages fit special tokens and the model's positions."""
-        tokenizer = self.preprocessor
-        self.special_tokens = special_tokens(tokenizer)
+        """Open text, and check that sequences of all stages have room for special tokens and fit the model's positions."""
+        self.special_tokens = special_tokens(self.preprocessor)
         self.num_special = num_special = sum(map(len, self.special_tokens))
         vocab_size = self.student.get_input_embeddings().weight.shape[0]
-        source = open_text(data, tokenizer, text_field=self.text_field, vocab_size=vocab_size)
+        source = open_text(data, self.preprocessor, text_field=self.text_field, vocab_size=vocab_size)
         limit = self.student.config.max_position_embeddings - first_position(self.student.base_model)
         for stage in stages:
             if not num_special < stage.seq_len <= limit:

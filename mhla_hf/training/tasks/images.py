@@ -1,4 +1,4 @@
-"""The task of image models: classifiers learn from labels, a teacher's logits, or both; vision towers from its features."""
+"""The task of image models: classifiers learn from labels and a teacher's logits, vision towers from its features."""
 
 import inspect
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def get_tower(model: Any) -> Any:
 
 class ImageObjective(Objective):
     def forward(self, pixels: torch.Tensor, targets: torch.Tensor, image_weight: float) -> LossAndLogs:
-        """Return the loss of a micro-batch [B, C, H, W] with class probabilities [B, classes], and the values to log."""
+        """Return the loss of a micro-batch [B, C, H, W] with class probabilities [B, classes], and values to log."""
         teacher_pixels = pixels if self.teacher is None else pixels.to(self.teacher.dtype)
         if self.stage.loss == "transfer":
             grid = pass_grid(self.student, (pixels,), {})[1]["mhla_grid"]
@@ -93,13 +93,13 @@ class ImageTask(Task[ImageStage]):
         find_output_size(self.processor, self.channels)
 
     def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
-        """Open images, labeled with the student's class numbers if a loss reads labels, else with 0."""
+        """Open images, labeled with the student's class numbers if a loss reads labels, and else with 0."""
         config = self.student.config
         reads_labels = any(stage.reads_labels for stage in stages)
         images = open_images(data, labeled=reads_labels)
         if self.test is not None:
             test_images = open_images(self.test, split="test")
-            if test_images.class_names and reads_labels and images.class_names:
+            if reads_labels and test_images.class_names and images.class_names:
                 test_images = test_images.renumber_as(images.class_names, images.name)
             self.test_images = test_images.renumber_for(config, "test")
         self.num_classes = config.num_labels if reads_labels else 1

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from tools.small_towers import softmax_tower
+from tools.small_towers import save_photos, softmax_tower
 from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
 import mhla_hf
@@ -21,18 +21,6 @@ PROCESSORS = [BOTH, CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=
 
 def stage(**changes):
     return ImageStage(**{"name": "train", "loss": "labels", "steps": 2, "lr": 1e-3, "batch_size": 4, **changes})
-
-
-def photos(root, classes, split="."):
-    """Noise in one folder per class; classes: name -> how many."""
-    random = numpy.random.default_rng(0)
-    for name, count in classes.items():
-        place = root / split / name
-        place.mkdir(parents=True)
-        for number in range(count):
-            pixels = random.integers(0, 256, (40 + 3 * number, 48, 3), dtype=numpy.uint8)
-            Image.fromarray(pixels).save(place / f"{number}.png")
-    return root
 
 
 def test_tensors_a_folder_and_a_dataset_are_the_same_images(tmp_path, monkeypatch):
@@ -56,7 +44,7 @@ def test_tensors_a_folder_and_a_dataset_are_the_same_images(tmp_path, monkeypatc
 
 def test_without_labels_images_may_be_anywhere(tmp_path):
     """Also in folders that are links, and in the folder itself; as a dataset, without a column of labels."""
-    labeled = open_images(photos(tmp_path / "data", {"a": 3, "b": 2}))
+    labeled = open_images(save_photos(tmp_path / "data", {"a": 3, "b": 2}))
     opened = open_images(tmp_path / "data", labeled=False)
     assert opened.items == labeled.items and opened.class_names is None and not opened.labels.any()
     (tmp_path / "linked").mkdir()
@@ -72,7 +60,7 @@ def test_without_labels_images_may_be_anywhere(tmp_path):
 
 @pytest.mark.parametrize("processor", PROCESSORS, ids=lambda processor: type(processor).__name__)
 def test_whole_images_are_what_the_processor_makes_of_them(processor, tmp_path):
-    pictures = open_images(photos(tmp_path, {"a": 3, "b": 2}))
+    pictures = open_images(save_photos(tmp_path, {"a": 3, "b": 2}))
     wanted = processor(images=[Image.open(path) for path in pictures.items], return_tensors="pt")["pixel_values"]
     assert find_output_size(processor, 3) == wanted.shape[2:]
     for changes in ({}, {"crop": 0.3}):
@@ -88,7 +76,7 @@ def test_what_is_refused_of_files_and_processors(tmp_path):
         find_output_size(CLIPImageProcessorPil(size={"shortest_edge": 32}, do_center_crop=False), 3)
     with pytest.raises(ValueError, match="which holds none, expected a folder of images"):
         open_images(tmp_path)
-    data = photos(tmp_path / "pets", {"a": 1, "b": 1}, "test")
+    data = save_photos(tmp_path / "pets", {"test/a": 1, "test/b": 1})
     with pytest.raises(ValueError, match="pets' with 'test' and nothing to train on, expected train/CLASS"):
         open_images(data)
     assert open_images(data, split="test").class_names == ["a", "b"]
@@ -115,15 +103,15 @@ def opened(model, data, teacher=None, test=None, **changes):
 
 
 def test_folders_are_numbered_as_the_model_numbers_its_labels(tmp_path):
-    data = photos(tmp_path / "photos", {"cat": 1, "dog": 8})
+    data = save_photos(tmp_path / "photos", {"cat": 1, "dog": 8})
     model = always_the_first(["dog", "cat"])
     task, pictures = opened(model, data, test=data)
     assert pictures.labels.tolist() == [1] + [0] * 8
     assert task.evaluate()["test_accuracy"] == pytest.approx(8 / 9)
     with pytest.raises(ValueError, match="data: got the class 'emu', which is not among the model's, as others"):
-        opened(model, photos(tmp_path / "other", {"cat": 1, "emu": 1}))
+        opened(model, save_photos(tmp_path / "other", {"cat": 1, "emu": 1}))
     with pytest.raises(ValueError, match="3 classes for a model with 2 labels"):
-        opened(model, photos(tmp_path / "third", {"x": 1, "y": 1, "z": 1}))
+        opened(model, save_photos(tmp_path / "third", {"x": 1, "y": 1, "z": 1}))
     blank = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
     hidden = LabeledImages(blank, [-1, 1], "hidden", ["cat", "dog"])  # as on the Hub
     with pytest.raises(ValueError, match="'hidden' with labels -1 to 1, expected 0 to 1"):
@@ -133,21 +121,20 @@ def test_folders_are_numbered_as_the_model_numbers_its_labels(tmp_path):
 def test_classes_do_not_matter_where_no_label_is_read(tmp_path):
     """A teacher's answers need pictures alone; a test set is still numbered by the model's own labels."""
     model = always_the_first(["dog", "cat"])
-    teacher, data = copy.deepcopy(model), photos(tmp_path / "any", {"x": 1, "y": 1, "z": 1})
+    teacher, data = copy.deepcopy(model), save_photos(tmp_path / "any", {"x": 1, "y": 1, "z": 1})
     mhla_hf.convert(model)
-    task, _ = opened(model, data, teacher, photos(tmp_path / "test", {"cat": 1, "dog": 3}), loss="logits")
+    task, _ = opened(model, data, teacher, save_photos(tmp_path / "test", {"cat": 1, "dog": 3}), loss="logits")
     assert task.test_images.labels.tolist() == [1, 0, 0, 0]
     with pytest.raises(ValueError, match="3 classes for a model with 2 labels"):
         opened(model, data, teacher, loss="logits", ce_weight=0.1)
 
 
 def test_test_classes_have_the_numbers_of_the_training_classes(tmp_path):
-    data = photos(tmp_path / "photos", {"a": 2, "b": 1, "c": 1}, "train")
-    photos(data, {"b": 2, "c": 1}, "test")
+    data = save_photos(tmp_path / "photos", {"train/a": 2, "train/b": 1, "train/c": 1, "test/b": 2, "test/c": 1})
     model = softmax_tower("ViTForImageClassification", num_labels=3)
     task, pictures = opened(model, data, test=data)
     assert pictures.labels.tolist() == [0, 0, 1, 2] and task.test_images.labels.tolist() == [1, 1, 2]
-    other = photos(tmp_path / "other", {"b": 1, "d": 1}, "test")
+    other = save_photos(tmp_path / "other", {"test/b": 1, "test/d": 1})
     with pytest.raises(
         ValueError, match="'other' with the class 'd', expected only the 3 classes of the training data 'photos'"
     ):

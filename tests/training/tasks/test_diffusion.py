@@ -1,8 +1,6 @@
 """Diffusion in the one loop: what is read, what moves, that stops and processes change nothing, and what is refused."""
 
 import copy
-import os
-import signal
 
 import datasets
 import pytest
@@ -10,12 +8,13 @@ import torch
 from accelerate import debug_launcher
 from diffusers import DiffusionPipeline, WanPipeline
 from safetensors.torch import load_file, save_file
+from tools.small_models import refused
 from tools.tiny_pipelines import PIPELINES, generate, tiny_transformer
 
 import mhla_hf
-from mhla_hf.training.datasets.latents import open_latents
+from mhla_hf.training.pipeline_calls import open_samples
 from mhla_hf.training.recipe import DiffusionStage
-from mhla_hf.training.tasks import diffusion
+from mhla_hf.training.tasks.diffusion import DiffusionObjective
 
 SIZES = {"wan": [9, 64, 80], "sana-video": [9, 64, 96], "sana": [32, 32], "dit": None, "pixart": None}
 COMMON = {"batch_size": 2, "sampling_steps": 3}
@@ -29,7 +28,6 @@ def lora_stages(steps, **values):
 
 
 def converted(family, layers=(1,), **settings):
-    """The family's tiny pipeline, converted."""
     torch.manual_seed(1)
     layout = (1, 2, 2) if len(SIZES[family] or ()) == 3 else (2, 2)
     return mhla_hf.convert(PIPELINES[family](), layers=list(layers), layout=layout, **settings)
@@ -43,7 +41,6 @@ def latents(count=6, seed=0):
 
 
 def distill(out, stages=(TRANSFER, MATCH), data=None, student=None, teacher=None, **options):
-    """DiT from DiT."""
     student = student or converted("dit")
     options = {"progress": False, "save_every": 2, "log_every": 1} | options
     return mhla_hf.distill(student, teacher or PIPELINES["dit"](), out=out, data=data, stages=list(stages), **options)
@@ -86,7 +83,7 @@ def test_folder_dataset_and_tensors_are_one_data(lab, tmp_path):
     for name, data in sources.items():
         distill(tmp_path / name, [stage], data)
         assert lab.weights(tmp_path / name) == lab.weights(tmp_path / "folder")
-        assert open_latents(data).columns == ("class_labels",)
+        assert open_samples(data).columns == ("class_labels",)
     assert {"match", "denoise"} <= set(lab.history(tmp_path / "folder")[-1])
 
 
@@ -120,15 +117,7 @@ def test_stopped_run_on_latents_ends_as_the_whole_one(lab, tmp_path, monkeypatch
     """In a LoRA stage with a moving average; `test_pipeline_calls.py` stops amid trajectories."""
     data, stages = latents(), lora_stages(4, ema=0.9, **COMMON)
     distill(tmp_path / "whole", stages, data)
-    real, calls = diffusion.DiffusionObjective.forward, []
-
-    def forward(self, *arguments):
-        calls.append(1)
-        if len(calls) == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(diffusion.DiffusionObjective, "forward", forward)
+    lab.stop_in(monkeypatch, DiffusionObjective, 6)
     with pytest.raises(KeyboardInterrupt):
         distill(tmp_path / "out", stages, data)
     distill(tmp_path / "out", stages, data)
@@ -192,7 +181,6 @@ def test_refused_and_nothing_written(tmp_path, monkeypatch, case):
     (tmp_path / "r.yaml").write_text("stages: [{name: a, loss: lm, steps: 1, lr: 1}]\n")
     values = {"student": lambda: converted("wan"), "teacher": PIPELINES["wan"], "data": ["a cat"], **stage(), **changes}
     student, teacher = (make and make() for make in (values.pop("student"), values.pop("teacher")))
-    with pytest.raises((ValueError, TypeError), match=words) as caught:
+    with refused(match=words, kind=(ValueError, TypeError)):
         mhla_hf.distill(student, teacher, out=tmp_path / "out", progress=False, **values)
-    assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
