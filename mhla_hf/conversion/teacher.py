@@ -128,7 +128,7 @@ def log_probabilities(model: Any, ids: torch.Tensor, positions: torch.Tensor | N
 
 
 def mean_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Compute KL(teacher, student) in nats per token from log-probabilities [.., vocabulary]."""
+    """Compute KL(teacher, student) in nats per token from log-probabilities [..., vocabulary]."""
     return F.kl_div(student, teacher, reduction="sum", log_target=True) / teacher[..., 0].numel()
 
 

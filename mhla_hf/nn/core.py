@@ -41,7 +41,7 @@ class OutputNorm(nn.Module):
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: Tensor) -> Tensor:
-        """Normalize o [.., V]; if its dtype is not the weight's, in fp32, or in fp64 if one of them is."""
+        """Normalize o [..., V]; if its dtype is not the weight's, in fp32, or in fp64 if one of them is."""
         weight: Tensor = self.weight
         if o.dtype != weight.dtype:
             dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)

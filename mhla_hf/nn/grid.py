@@ -23,8 +23,8 @@ from .settings import MHLASettings
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, distance: int = 1) -> Tensor:
     """Apply a rotary embedding to pairs of channels of x [B, T, H, K], in fp32.
 
-    `cos` and `sin` are [.., T, 1 or H, K], with each number at both channels of its pair, or [.., T, 1, 1]. The channels of
-    a pair are `distance` apart: 1 for neighbors, K / 2 for the halves of a head.
+    `cos` and `sin` are [..., T, 1 or H, K], with each number at both channels of its pair, or [..., T, 1, 1]. The channels
+    of a pair are `distance` apart: 1 for neighbors, K / 2 for the halves of a head.
     """
     first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)  # [B, T, H, K / (2 * distance), distance]
     turned = torch.stack([-second, first], dim=-2).flatten(-3)

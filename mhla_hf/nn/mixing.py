@@ -16,7 +16,7 @@ def locality_weights(distances: Tensor, max_distance: Tensor | float) -> Tensor:
 
 
 def extend_causal(core: Tensor, num_blocks: int) -> Tensor:
-    """Extend or cut a lower-triangular matrix [.., M, M] to `num_blocks` rows and columns."""
+    """Extend or cut a lower-triangular matrix [..., M, M] to `num_blocks` rows and columns."""
     size = core.shape[-1]
     if num_blocks <= size:
         return core[..., :num_blocks, :num_blocks]

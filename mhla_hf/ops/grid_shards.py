@@ -25,7 +25,7 @@ def sharded_mhla(
     """Compute the outputs of `mhla` for the tokens of process `rank`, `edges[rank]` to `edges[rank + 1]` in block order.
 
     `blocks` are those of all tokens, and `edges` has an index for each of P processes and the number of tokens. `add_up` is
-    a differentiable reduce-scatter, x [P * N, ..] -> [N, ..], which all processes call.
+    a differentiable reduce-scatter, x [P * N, ...] -> [N, ...], which all processes call.
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
         expected = f"shard {rank} of {blocks.length} tokens cut at {list(edges)}"

@@ -90,7 +90,7 @@ def official_denominator(q: Tensor, k: Tensor, mixing: Tensor, blocks: Blocks, s
 
 
 def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide [.., V] by [..], with 0 where |denominator| is below the smallest normal number; gradients stay finite."""
+    """Divide [..., V] by [...], with 0 where |denominator| is below the smallest normal number; gradients stay finite."""
     vanishes = denominator.abs() < torch.finfo(denominator.dtype).tiny
     quotient = numerator / torch.where(vanishes, 1, denominator)[..., None]
     return torch.where(vanishes[..., None], 0, quotient)

@@ -40,7 +40,7 @@ def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
             state.prefix_z[rows.to(device)] = mixed_z[:, :, 0]
         state.prefix_block = block
     updates = window_updates(inputs, state)
-    visible = None  # bool [.., T, C or fewer], which new token sees which open token
+    visible = None  # bool [..., T, C or fewer], which new token sees which open token
     shortest, longest = (int(length) for length in state.length.aminmax())
     if shortest == longest:  # the open tokens are a view of the window
         first = longest // size % 2 * size
@@ -127,7 +127,7 @@ def attend_blocks(
     """Compute q P + m_ii tril(q k^T) v for n blocks and, if normalized, divide it by the same with ones for v.
 
     Queries are [B, H, n, T, K or L], open tokens [B, G, n, C, K or V or L], prefixes P [B, H, n, K, V] and [B, H, n, L]
-    (None if not normalized), `visible` is bool [.., T, C], and the diagonal m_ii [B, H or 1, n, 1, 1].
+    (None if not normalized), `visible` is bool [..., T, C], and the diagonal m_ii [B, H or 1, n, 1, 1].
     """
     queries_per_kv = query.shape[1] // open_tokens[0].shape[1]
     open_tokens = [x.repeat_interleave(queries_per_kv, 1) if queries_per_kv > 1 else x for x in open_tokens]
@@ -174,7 +174,7 @@ def diagonal_weight(mixing: Tensor, blocks: Tensor, sum_dtype: torch.dtype) -> T
 
 
 def close_blocks(state: MHLAState, rows: Tensor, blocks: Tensor, open_tokens: list[Tensor]) -> None:
-    """Store the summaries of blocks, whose tokens are [R, C, G, ..], at `rows` and `blocks` [R] of a state."""
+    """Store the summaries of blocks, whose tokens are [R, C, G, ...], at `rows` and `blocks` [R] of a state."""
     capacity, num_closed = state.summaries.shape[2], int(blocks.max()) + 1
     if num_closed > capacity:  # double it at least
         extra = max(num_closed, 2 * capacity) - capacity

@@ -184,7 +184,7 @@ class Alignment(NamedTuple):
 def align_blocks(
     q: Tensor, block_size: int, key_mask: Tensor | None, starts: Tensor | None, cu_seqlens: Tensor | None
 ) -> Alignment:
-    """Align left-padded rows or packed sequences to blocks; q is [B, T, ..], the other arguments are as in `mhla`.
+    """Align left-padded rows or packed sequences to blocks; q is [B, T, ...], the other arguments are as in `mhla`.
 
     Raises:
         ValueError: If both `starts` and `cu_seqlens` are given.
@@ -219,7 +219,7 @@ def ring_slot(position: Tensor, num_slots: int, sinks: int = 0) -> Tensor:
 
 
 def resize_tokens(x: Tensor, count: int) -> Tensor:
-    """Cut or pad x [B, T, ..] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
+    """Cut or pad x [B, T, ...] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
 
     Under torch.compile, no padding would be a special case with its own graph, which a gather does not have.
     """
@@ -289,11 +289,11 @@ class TokenLayout:
         self.rows = torch.arange(len(before), device=device)[:, None]
 
     def place_keys(self, held: Tensor, new: Tensor) -> Tensor:
-        """Lay out old tokens [B, slots, ..] and new ones [B, T, ..], to [B, M * C, ..]; arbitrary where not `filled`."""
+        """Lay out old tokens [B, slots, ...] and new ones [B, T, ...], to [B, M * C, ...]; arbitrary where not `filled`."""
         return (torch.cat([held, new.to(held.dtype)], 1) if self.num_slots else new)[self.rows, self.source]
 
     def place_queries(self, q: Tensor) -> Tensor:
-        """Lay out new tokens, [B, T, ..] -> [B, M * C, ..]; arbitrary at places without one."""
+        """Lay out new tokens, [B, T, ...] -> [B, M * C, ...]; arbitrary at places without one."""
         return q[self.rows, self.new_token]
 
     def take_back(self, o: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class TokenLayout:
         return torch.where(is_real.view(*is_real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
 
     def keep(self, held: Tensor, laid_out: Tensor) -> None:
-        """Write the newest tokens of the layout, [B, M * C, ..], into the slots of `held` [B, slots, ..]."""
+        """Write the newest tokens of the layout, [B, M * C, ...], into the slots of `held` [B, slots, ...]."""
         position = slot_positions(self.before + self.num_new, held.shape[1], self.sinks)
         is_new = (position >= torch.maximum(self.before, self.first_position)[:, None]).to(self.device)
         place = (position - self.first_position[:, None]).clamp(0, laid_out.shape[1] - 1).to(self.device)

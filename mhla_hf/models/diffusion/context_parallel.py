@@ -17,7 +17,7 @@ from ...ops.blocks import Blocks
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Sums x [P * N, ..] over P processes and returns this process's part [N, ..]: `ReduceScatter.apply(x, group)`."""
+    """Sums x [P * N, ...] over P processes and returns this process's part [N, ...]: `ReduceScatter.apply(x, group)`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -66,7 +66,7 @@ class TokenShards:
         return Blocks.grid(grid, self.layout).index(device).argsort(stable=True)
 
     def local_tokens(self, x: Tensor, grid: Any) -> Tensor:
-        """Select this process's T' of all T tokens: x [B, T, ..] -> [B, T', ..]."""
+        """Select this process's T' of all T tokens: x [B, T, ...] -> [B, T', ...]."""
         shard = shard_of_grid(self.config, grid)
         first, end = shard["edges"][shard["rank"] :][:2]
         return x.index_select(1, self.order(grid, x.device)[first:end])

@@ -95,7 +95,7 @@ def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
             for i in range(2)
         )
         return cos[:, :, None], sin[:, :, None], cos.shape[-1] // 6
-    if form == "matrices":  # [.., T, 1, K / 2 or 1, 2, 2], of neighboring channels; one for all pairs in Kandinsky
+    if form == "matrices":  # [..., T, 1, K / 2 or 1, 2, 2], of neighboring channels; one for all pairs in Kandinsky
         rotary = rotary[..., 0, 0], rotary[..., 1, 0]
         if rotary[0].shape[-1] == 1:
             return *rotary, 1
@@ -112,7 +112,7 @@ def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
         return cos, sin, width
     if form == "joined heads":  # [B, T, H * K] of neighbors, whose angles differ from head to head (LTX)
         return cos.unflatten(-1, (num_heads, -1)), sin.unflatten(-1, (num_heads, -1)), 1
-    # [.., T, 1, K] (Wan) or [T, K] (HunyuanDiT, Cosmos), of neighbors or across the halves of a head
+    # [..., T, 1, K] (Wan) or [T, K] (HunyuanDiT, Cosmos), of neighbors or across the halves of a head
     cos, sin = (x[:, None] if x.ndim == 2 else x for x in rotary)
     return cos, sin, cos.shape[-1] // 2 if form == "halves" else 1
 

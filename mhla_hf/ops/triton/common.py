@@ -172,7 +172,7 @@ def load_scaled(x, factor, row, token, head, num_tokens, num_heads, valid, lanes
 @kernel
 @no_type_check
 def load_state(states, index, k_lanes, v_lanes, K: constexpr, V: constexpr):
-    """Load a tile of state number `index` of states [.., K, V]."""
+    """Load a tile of state number `index` of states [..., K, V]."""
     pointers = states + index * (K * V) + k_lanes[:, None] * V + v_lanes[None, :]
     return tl.load(pointers, mask=(k_lanes < K)[:, None] & (v_lanes < V)[None, :], other=0.0)
 

@@ -73,7 +73,7 @@ def mix_kernel(
 
 
 def mix(mixing: Tensor, s: Tensor, num_heads: int, *, causal: bool = False, transposed: bool = False) -> Tensor:
-    """Compute sum_j m_ij s_j or, with `transposed`, sum_j m_ji s_j: [B, G, N, ..] -> [B, num_heads, M, ..].
+    """Compute sum_j m_ij s_j or, with `transposed`, sum_j m_ji s_j: [B, G, N, ...] -> [B, num_heads, M, ...].
 
     If `num_heads` is less than G, neighboring heads are summed. If causal, j < i or, with `transposed`, j > i.
     """
@@ -111,7 +111,7 @@ def mix_states(
     """Compute the state that the queries of each block or, if causal, of each of its `num_chunks` chunks read.
 
     A chunk reads the mixture of earlier blocks, and m_ii times the sum of the chunks before it in its own block; with
-    `transposed`, later blocks and chunks. Both s and the result are [B, heads, blocks or blocks * num_chunks, ..].
+    `transposed`, later blocks and chunks. Both s and the result are [B, heads, blocks or blocks * num_chunks, ...].
     """
     if num_chunks is None or num_chunks == 1:
         return mix(mixing, s, num_heads, causal=num_chunks is not None, transposed=transposed)
@@ -128,7 +128,7 @@ def mix_states(
 
 def mix_states_grads(p_grad: Tensor, s: Tensor, mixing_dim: int, num_chunks: int | None) -> Tensor:
     """Compute the gradient of the mixing matrix of `mix_states`, which has `mixing_dim` axes: fp32 [Mq, N] or [H, Mq, N]."""
-    heads = 0 if mixing_dim == 3 else (0, 1)  # axes of [B, H, ..] to sum over
+    heads = 0 if mixing_dim == 3 else (0, 1)  # axes of [B, H, ...] to sum over
     p_blocks, s_blocks = p_grad, s
     if num_chunks is not None and num_chunks > 1:
         p_blocks, s_blocks = sum_parts(p_grad, num_chunks), sum_parts(s, num_chunks)
@@ -147,7 +147,7 @@ def mix_states_grads(p_grad: Tensor, s: Tensor, mixing_dim: int, num_chunks: int
 
 
 def running_sums(s: Tensor, num_chunks: int, reverse: bool = False) -> Tensor:
-    """Sum over the chunks of a block before each, or after it: [B, G, M * num_chunks, ..] -> [B, G, M, num_chunks, ..]."""
+    """Sum over the chunks of a block before each, or after it: [B, G, M * num_chunks, ...] -> [B, G, M, num_chunks, ...]."""
     s = s.unflatten(2, (-1, num_chunks)).float()
     s = s.flip(3) if reverse else s
     # A sum that excludes the chunk itself; subtracting it from an inclusive sum would cancel small values.

@@ -122,5 +122,5 @@ def part_span(span: int, num_sums: int) -> int:
 
 
 def sum_parts(s: Tensor, num_parts: int) -> Tensor:
-    """Sum the parts of each block: [B, G, M * parts, ..] -> [B, G, M, ..]."""
+    """Sum the parts of each block: [B, G, M * parts, ...] -> [B, G, M, ...]."""
     return s.unflatten(2, (-1, num_parts)).sum(3)

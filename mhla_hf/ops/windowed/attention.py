@@ -29,7 +29,7 @@ PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds
 
 
 class SinkTokens(NamedTuple):
-    """S sinks of each row, k and v [B, S, G, ..], and which are keys, bool [B, S]; if packed, of each block [B, M, ..]."""
+    """S sinks of each row, k and v [B, S, G, ...], and which are keys, bool [B, S]; if packed, of each block [B, M, ...]."""
 
     k: Tensor
     v: Tensor
@@ -250,14 +250,14 @@ class NearAndFar(torch.autograd.Function):
 def merge_near_and_far(
     near: Tensor, lse: Tensor, far: Tensor, balance: Tensor, mask_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Merge softmax over near keys [.., N, V] and its logsumexp [.., N] with the far part: o and total of `NearAndFar`."""
+    """Merge softmax over near keys [..., N, V] and its logsumexp [..., N] with the far part: o and total of `NearAndFar`."""
     total = torch.logaddexp(lse, far[..., -1].log() + balance)
     o = torch.exp(lse - total).masked_fill(no_key(lse, mask_dtype), 0)[..., None] * near
     return o + far_factor(far, balance, total) * far[..., :-1], total
 
 
 def far_factor(far: Tensor, balance: Tensor, total: Tensor) -> Tensor:
-    """Return the multiplier of the far part in an output, e^(balance - total) [.., N, 1], or 0 where nothing is far."""
+    """Return the multiplier of the far part in an output, e^(balance - total) [..., N, 1], or 0 where nothing is far."""
     return torch.exp(balance - total).masked_fill(far[..., -1] == 0, 0)[..., None]
 
 
@@ -385,5 +385,5 @@ def find_sinks(run: BlockRun) -> SinkTokens:
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """Append a column of ones to the values, [.., V] -> [.., V + 1], whose weighted sum is the sum of the weights."""
+    """Append a column of ones to the values, [..., V] -> [..., V + 1], whose weighted sum is the sum of the weights."""
     return F.pad(v, (0, 1), value=1.0)

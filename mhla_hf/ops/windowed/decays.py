@@ -42,7 +42,7 @@ class Decays:
         return matrix if self.power is None else matrix * self.length_scale(block, window).T[..., None]
 
     def length_scale(self, block: Tensor, window: int) -> Tensor:
-        """Compute n^-power [.., H], where n is the number of far blocks, at least 1, of each query block in `block` [..]."""
+        """Compute n^-power [..., H], where n >= 1 is the number of far blocks of each query block in `block` [...]."""
         assert self.power is not None
         num_far = (block - window + 1).clamp(min=1)
         return torch.exp(-self.power * num_far.to(self.power.dtype).log()[..., None])

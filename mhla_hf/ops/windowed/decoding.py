@@ -56,7 +56,7 @@ class WindowedState(RingState):
     def empty(
         k: Tensor, v: Tensor, num_rates: int, num_features: int, options: WindowedOptions, cos_sin: Tensor | None = None
     ) -> "WindowedState":
-        """Create a state without tokens, for k and v [B, T, G, ..] and cos_sin [.., A] (None if unrotated) like these."""
+        """Create a state without tokens, for k and v [B, T, G, ...] and cos_sin [..., A] (None if unrotated) like these."""
         cos_sin = k.new_zeros(0) if cos_sin is None else cos_sin
         batch, _, num_kv_heads, value_dim = v.shape
         num_slots = options.sinks + (options.window + 1) * options.block_size

@@ -45,7 +45,7 @@ def position_of(rank: Tensor) -> Tensor:
 
 
 def count_votes(score: Tensor, lse: Tensor, is_vote: Tensor) -> Tensor:
-    """Sum the votes of T queries: score [.., H / G, T, S], lse [.., H / G, T], and bool [.., T, S] -> int32 [.., S]."""
+    """Sum the votes of T queries: score [..., H / G, T, S], lse [..., H / G, T], and bool [..., T, S] -> int32 [..., S]."""
     weight = torch.exp(score - lse[..., None]).amax(-3)
     return torch.where(is_vote, (weight * VOTE_UNITS).round(), 0).sum(-2).to(torch.int32)
 
@@ -54,7 +54,7 @@ class KeyLists(NamedTuple):
     """The keys that the queries of M blocks see, as places among P tokens. C is the block size, S the number of sinks.
 
     Args:
-        k, v: [B, G, P, ..], keys and values of the tokens.
+        k, v: [B, G, P, ...], keys and values of the tokens.
         block: int64 [B or 1, M], the index of each block in its sequence.
         near: int64 [B or 1, M, S + window * C], the places of sinks and window.
         is_near: bool, likewise, which of them are keys.
@@ -148,7 +148,7 @@ def salient_attention(
 
     Args:
         q: [B, T, H, D], queries.
-        k, v: [B, T, G, ..], keys and values.
+        k, v: [B, T, G, ...], keys and values.
         options: The options, with `salient` at least 1.
         key_mask, starts, cu_seqlens: As in `mhla`; not both of `starts` and `cu_seqlens`.
 
@@ -179,7 +179,7 @@ def list_keys(
     k: Tensor, v: Tensor, place: Tensor, valid: Tensor, sinks: Tensor, block: Tensor, options: WindowedOptions,
     is_full: bool,
 ) -> KeyLists:  # fmt: skip
-    """List the keys of M blocks, `block` int64 [B or 1, M], among k and v [B, P, G, ..].
+    """List the keys of M blocks, `block` int64 [B or 1, M], among k and v [B, P, G, ...].
 
     The places of tokens from the first window on are `place` int64 [B or 1, (window - 1 + M) * C], and those of sinks
     `sinks` [B or 1, M or 1, S]; negative for none. `valid` bool [B or 1, P] are the keys.

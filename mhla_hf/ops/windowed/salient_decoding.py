@@ -121,7 +121,7 @@ class SalientState(RingState):
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def empty(k: Tensor, v: Tensor, options: WindowedOptions) -> "SalientState":
-        """Create a state without tokens, for k and v [B, T, G, ..] like these."""
+        """Create a state without tokens, for k and v [B, T, G, ...] like these."""
         batch, num_kv_heads = len(k), k.shape[2]
         num_slots = options.sinks + (options.window + 1) * options.block_size
         length, size, count = num_slots + options.salient, options.block_size, options.salient
