@@ -33,7 +33,7 @@ def draw_heads(measured: Mapping[str, Any]) -> str:
 
     `measured` is its `config.mhla_measured`. A head that a layer lacks is a space.
     """
-    scores = measured.get("head_scores") or measured["gates"]  # as older conversions have them
+    scores = measured["head_scores"]
     softmax_heads = measured["softmax_heads"]
     layers = range(max(map(int, scores)) + 1)
     lines = ["layer " + "".join(str(layer % 10) for layer in layers)]

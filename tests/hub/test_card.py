@@ -88,7 +88,7 @@ CACHES = {
 SCORES = {"perplexity": 16.4, "recall": -0.24}
 MEASURED = {"text": "notes.txt", "tokens": 31744, "seed": 0, "original": SCORES, "fitted": {"kl": 0.0488, **SCORES}}
 MEASURED |= {"kept": {"kl": 0.0107, **SCORES}, "softmax_heads": {"7": [0, 2]}}
-MEASURED |= {"gates": {"0": [0.0, 0.1, 0.0], "7": [0.9, 0.2, 0.8]}}
+MEASURED |= {"head_scores": {"0": [0.0, 0.1, 0.0], "7": [0.9, 0.2, 0.8]}}
 MEASURED |= {"cache_bytes": {"4096": {"softmax": 2**20, "converted": 2**19}}}
 
 
@@ -103,6 +103,7 @@ def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path, form):
     text = write_card(mine, name="toy", license="mit").read_text()
     assert said in text and ("cache grows with the text" in text) is (form == "hedgehog")
     lines = ["| with softmax heads | 0.0107 | 16.40 | -0.240 |", "| 7 | 0, 2 |", "| 4,096 | 1.0 | 0.5 |"]
+    lines.append("| \\*2 of 6 | 0.3000 | 0.5 |")
     lines.append("layer 01234567\nKV 0  .      #\nKV 1  .      .\nKV 2  .      #\n")
     for line in lines:
         assert (line in text) is (form == "windowed")

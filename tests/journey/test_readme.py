@@ -71,9 +71,8 @@ def test_every_block_runs(hub, here):
     assert pushed["model.safetensors"] == Path("my-mhla/model.safetensors").read_bytes()
     card = ModelCard(pushed["README.md"].decode())
     assert (card.data.license, card.data.base_model) == ("apache-2.0", BASE) and "codes_recall_1024" in card.text
-    gates = [x for name, x in names["model"].state_dict().items() if ".mixing." in name]
     measured = names["model"].config.mhla_measured  # of the adapter, whose card is for it
-    assert gates and all(x.isfinite().all() for x in gates) and sum(map(len, measured["softmax_heads"].values())) == 15
+    assert sum(map(len, measured["softmax_heads"].values())) == 15 and names["model"].config.mhla["salient"] == 128
     card = (ROOT / "model_cards/checkpoints/smollm2-135m-instruct-mhla/README.md").read_text(encoding="utf-8")
     assert draw_heads(measured) in card
     assert type(names["pipe"].transformer).__name__ == "MHLAWanTransformer3DModel"
