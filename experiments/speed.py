@@ -27,6 +27,7 @@ from mhla_hf.evaluation.speed import cache_bytes, clock
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
 from mhla_hf.nn.settings import SALIENT
+from mhla_hf.ops.windowed.salient import VOTE_EVERY
 from mhla_hf.plots import COLORS, PALETTE, drawing
 
 from .rows import Row, describe_setup, make_parser, markdown, parse_call
@@ -79,13 +80,18 @@ def count_products(models: Mapping[str, Any], length: int) -> dict[str, float]:
     size, window = settings["block_size"], settings["window"]
     softmax_head = queries_per_kv * 2 * width * (token + 1).sum().item()
     near = queries_per_kv * 2 * width * torch.minimum(token, token % size + (window - 1) * size).add(1).sum().item()
-    far = (2 * queries_per_kv + 2) * width**2 * length  # features and sums, written and read
+    if settings["salient"]:
+        left = ((token // size - window + 1) * size).clamp_min(0)  # tokens that have left the window
+        votes = size / VOTE_EVERY * (left > 0)
+        beyond = queries_per_kv * width * (2 * left.clamp_max(settings["salient"]) + votes).sum().item()
+    else:  # features and sums, written and read
+        beyond = (2 * queries_per_kv + 2) * width**2 * length * (length > window * size)
     kept = sum(len(heads) for heads in (settings["softmax_heads"] or {}).values())
     num_heads = config.num_hidden_layers * config.num_key_value_heads
     shared = weights * length + config.vocab_size * config.hidden_size
     return {
         "softmax": shared + num_heads * softmax_head,
-        "MHLA": shared + kept * softmax_head + (num_heads - kept) * (near + far * (length > window * size)),
+        "MHLA": shared + kept * softmax_head + (num_heads - kept) * (near + beyond),
     }
 
 

@@ -43,9 +43,8 @@ def convert(
     The base's weights keep their values and names; converted layers get new ones, `mhla.*`, in their attention or processor.
     With `text`, a causal language model or text encoder is ready for use afterwards. A language model's KV heads whose whole
     past it needs most keep softmax; the others keep a window and their 128 most salient tokens or, with `salient=0` or a
-    setting of the far part such as `num_decays`, running sums. These, and heads of an encoder, learn from their softmax
-    originals. Without `text`, such a model reads little beyond its window, and needs training (`mhla_hf.distill`), as does
-    every model but Sana, which was linear. With `samples`, a diffusion or vision model starts closer to its original.
+    setting of the far part such as `num_decays`, running sums, which are learned, as is MHLA in an encoder. Without `text`,
+    models need training (`mhla_hf.distill`), but for Sana, which was linear; `samples` bring them closer to their originals.
 
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
@@ -53,23 +52,21 @@ def convert(
             model, such as `CLIPModel.vision_model`, by its own `save_pretrained`: the larger model's would load as softmax.
             A pipeline that was not given, but holds the transformer, needs `pipe.transformer = model` before it is saved.
         settings: All settings at once. Default: those of the model's family.
-        tokenizer: The model's tokenizer, needed if `text` is not token ids.
+        tokenizer: The model's tokenizer. Without it, `text` is token ids, and heads are chosen without asking for facts.
         text: What to choose heads by and to learn from: a text file, a folder of text files, a dataset, a list of texts,
             int64 token ids [N], or "self" for text that a language model samples. About 6,000 tokens are read, 50,000 with
             `salient=0`, 100,000 for an encoder. Default: none, since training may follow; `mhla-hf convert` takes "self".
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
-            the softmax original samples eight. For a vision model, unlabeled images [N, C, height, width]. Else a function
-            that runs the pipeline, called several times: `lambda generator: pipe("a cat", generator=generator)`.
+            the original samples eight; or a function that runs it: `lambda generator: pipe("a cat", generator=generator)`.
+            For a vision model, unlabeled images [N, C, height, width].
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". Default:
             "auto", as few heads as keep the estimated KL to the original within 0.02 nats per token. With `samples`, how
-            many converted layers get softmax back: those that change the output most. Default: the family's number; none if
-            `settings` or `layers` is given.
+            many layers keep softmax. Default: the family's number; none with `settings` or `layers`.
         context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; before those of `settings`.
             Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
-        effort: Multiplier for the number of rows and steps, with `text` or `samples`: 0.5 halves time and loses accuracy.
-            With salient tokens, the number of rows of 4,096 tokens by which heads are chosen, at least one.
+        effort: Multiplies the rows and steps of `text` or `samples`; with salient tokens, the rows that choose heads.
         seed: Decides which passages of `text` are read, and what the model samples.
         checkpoint: File for the progress of a conversion with text, from which the same call resumes.
         progress: Whether to show progress bars on stderr and, with `text`, to print the scores and sizes of the cache.

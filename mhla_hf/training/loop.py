@@ -136,8 +136,8 @@ def _resolve(
         raise ValueError("data: got None, and none in the recipe, expected a file, a folder or a dataset.")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise ValueError(f"seed: got {seed!r}, expected a whole number from 0 to 4294967295.")
-    given = {key: value for key, value in run_arguments.items() if value is not None}
-    return checked_stages, data, read_settings(Options, run | given, "")
+    passed_arguments = {key: value for key, value in run_arguments.items() if value is not None}
+    return checked_stages, data, read_settings(Options, run | passed_arguments, "")
 
 
 def _train(

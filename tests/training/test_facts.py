@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mhla_hf.conversion.language import ask_of_row
 from mhla_hf.evaluation.recall import choose_words
 from mhla_hf.facts import ANSWER_WEIGHT, FACTLESS, FactRows
 from mhla_hf.training.loop import Stage, distill
@@ -20,9 +21,9 @@ def tokenizer():
     words = ["".join(letters) for letters in itertools.product("abcdefghi", repeat=3)]
     tokens = ["<unk>", "Ċ", ":", ".", "*", *(f"Ġ{word}" for word in ("The", "number", "of", "the", "is", *words))]
     tokens += [f"Ġ{number}" for number in range(1000, 10_000)]
-    own = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>")
+    model = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>")
 
 
 def rows_of(count, length):
@@ -47,6 +48,14 @@ def test_answers_stand_in_the_row_once_before_their_question(tokenizer):
             assert not evaluated & set(tokenizer.decode(name_and_answer).split())
 
 
+def test_heads_are_scored_on_a_row_that_repeats_itself_and_asks(tokenizer):
+    text = rows_of(1, 1200)
+    copied = torch.cat([text[:, :800], text[:, :400]], 1)
+    assert torch.equal(ask_of_row(text, None), copied)
+    assert torch.equal(ask_of_row(text, tokenizer), FactRows(tokenizer, 1.0)(copied, copied)[0])
+    assert not torch.equal(ask_of_row(text, tokenizer), copied)
+
+
 def test_rows_depend_on_their_tokens_alone(tokenizer):
     text = rows_of(200, 128)
     fact_rows = FactRows(tokenizer, 0.25)
@@ -58,13 +67,15 @@ def test_rows_depend_on_their_tokens_alone(tokenizer):
     assert torch.equal(fact_rows(text, labels)[1].ne(-100).any(1), changed)
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_without_words_a_stage_trains_on_text_and_says_so(lab, tmp_path, caplog, given, tokenizer):
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_without_words_a_stage_trains_on_text_and_says_so(lab, tmp_path, caplog, has_tokenizer, tokenizer):
     few = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))
     stages = [Stage("lm", "lm", 1, 1e-3, seq_len=128, batch_size=1, facts=1.0)]
+    options = {"stages": stages, "data": lab.tokens(), "tokenizer": few if has_tokenizer else None}
     with caplog.at_level(logging.WARNING, "mhla_hf"):
-        distill(lab.student(), out=tmp_path / "out", stages=stages, data=lab.tokens(), tokenizer=few if given else None)
-    assert "without facts, because " + ("too few words are one token" if given else "there is no") in caplog.text
+        distill(lab.student(), out=tmp_path / "out", **options)
+    reason = "too few words are one token" if has_tokenizer else "there is no tokenizer"
+    assert f"without facts, because {reason}" in caplog.text
     task = LanguageTask(lab.student(), None, tokenizer)
     reader = task.reader(task.open(rows_of(1, 700)[0] % 60, stages), stages[0], 0, 0, None)
     (_, _, weights), (token_weight, _) = task.take(reader, stages[0], slice(None))

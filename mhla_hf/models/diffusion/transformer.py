@@ -234,7 +234,8 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
 def make_forward(base: Any) -> Callable[..., Any]:
     """Make the forward of `base` check the MHLA processors first, and then run with the grid of its latents."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
-    base_forward = base.forward  # torch.compile cannot read it from classes that it is told not to trace, such as LTX's
+    # Read once here: torch.compile cannot look it up in classes that it must not trace, such as LTX's.
+    base_forward = base.forward
 
     @functools.wraps(base_forward)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
