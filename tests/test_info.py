@@ -23,7 +23,6 @@ LARGE = {  # Llama-3.2-1B, as its config.json says it
 
 
 def test_a_large_model_without_its_weights():
-    """A model of one layer with the same heads, really converted and run, has what each layer of the large one has."""
     config = AutoConfig.for_model(**LARGE)
     before, token = config.to_dict(), 2 * 16 * 8 * 64 * 2  # bytes of a token's keys and values
     record = compare_with_softmax(config, None, 5000)

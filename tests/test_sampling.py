@@ -6,13 +6,13 @@ import pytest
 import torch
 from tools.ops_cases import distance
 from tools.small_models import shaken
-from tools.tiny_grid_pipelines import GRID_PIPELINES
+from tools.tiny_grid_pipelines import BARE_PIPELINES, GRID_PIPELINES
 from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, generate, inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf.models.diffusion.inputs import find_self_attentions
 
-SAMPLED = {**PIPELINES, **GRID_PIPELINES}
+SAMPLED = {**PIPELINES, **GRID_PIPELINES, **BARE_PIPELINES}
 FAST = ("wan", "dit", "flux")
 STEPS = 4
 FUSED = ("pixart", "wan", "sd3")
@@ -65,7 +65,6 @@ def test_steps_at_both_ends(family):
 @pytest.mark.parametrize(("start", "end", "mhla"), [(1, None, [1, 2, 3]), (0, -1, [0, 1, 2])])
 @pytest.mark.parametrize("family", ["wan", "flux"])
 def test_which_steps_have_mhla(family, start, end, mhla):
-    """Both passes of guidance belong to one step; nested calls and errors leave no trace."""
     pipe = converted_pipeline(family)
     calls = []
     pipe.transformer.register_forward_pre_hook(lambda *args: calls.append(0))

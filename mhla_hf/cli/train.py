@@ -79,10 +79,7 @@ def run_distill(
     check_writable(out, "out")
     values.load_libraries()
 
-    import torch
-
     from ..checkpoints import load
-    from ..conversion import convert
     from ..training.loop import distill
     from ..training.run_folder import RunFolder
     from ..training.sharding import launched_with
@@ -93,63 +90,60 @@ def run_distill(
     is_main_process = os.environ.get("RANK", "0") == "0"
     from_settings = [key for key in overrides if key.startswith("settings.")]
     dtype = "bfloat16" if loaded_recipe.run.get("mixed_precision") == "bf16" else "float32"
+    next_step = ""
     if load.is_pipeline(student):
         models = load_pipelines(student, teacher, loaded_recipe, dtype, from_settings, seed, trust_remote_code)
-        with values.resumable(RunFolder(out).newest_state):
-            distill(*models, recipe=loaded_recipe, seed=seed, out=out, **options)
-        if is_main_process:
-            print(f"{out}: trained")
-        return
-    kind = load.find_model_kind(student)
-    if kind == "images":
-        expected = "a causal language model or a text encoder (for classifiers see conversion/image_classifier.py)"
-        raise ValueError(f"student: got {student!r}, an image classifier, expected {expected}.")
-    load_model: Any = load.load_encoder if kind == "encoders" else load.load_language_model
-    load_options: dict[str, Any] = {"device": "cpu"}
-    if kind == "encoders":
-        options["files"] = read_sentence_files_or_warn(student)
-    else:  # with FSDP, the main process sends the others their shards of the weights
-        load_options["weights"] = is_main_process or not launched_with("FSDP")
-    tokenizer_source = teacher if teacher and not load.has_tokenizer(student) else None
-    if tokenizer_source:
-        logger.info("distill: %r has no tokenizer; using that of %r", student, teacher)
-    model, tokenizer = load_model(student, **load_options, tokenizer=tokenizer_source)
-    if not hasattr(model.config, "mhla"):
-        torch.manual_seed(seed)
-        convert(model, **loaded_recipe.settings)
-        teacher = teacher or student
     else:
-        check_no_settings(from_settings, student)
-    original = teacher and load_model(teacher, dtype=dtype, **load_options)[0]
+        kind = load.find_model_kind(student)
+        if kind == "images":
+            expected = "a causal language model or a text encoder (for classifiers see conversion/image_classifier.py)"
+            raise ValueError(f"student: got {student!r}, an image classifier, expected {expected}.")
+        load_model: Any = load.load_encoder if kind == "encoders" else load.load_language_model
+        load_options: dict[str, Any] = {"device": "cpu"}
+        if kind == "encoders":
+            options["files"] = read_sentence_files_or_warn(student)
+        else:  # with FSDP, the main process sends the others their shards of the weights
+            load_options["weights"] = is_main_process or not launched_with("FSDP")
+        tokenizer_source = teacher if teacher and not load.has_tokenizer(student) else None
+        if tokenizer_source:
+            logger.info("distill: %r has no tokenizer; using that of %r", student, teacher)
+        model, options["tokenizer"] = load_model(student, **load_options, tokenizer=tokenizer_source)
+        if convert_student(student, model, model.config, loaded_recipe, from_settings, seed):
+            teacher = teacher or student
+        models = model, teacher and load_model(teacher, dtype=dtype, **load_options)[0]
+        if kind != "encoders":
+            words = ["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"]
+            next_step = f"; next, evaluate it: {shlex.join(words)}"
     with values.resumable(RunFolder(out).newest_state):
-        distill(model, original, tokenizer=tokenizer, recipe=loaded_recipe, seed=seed, out=out, **options)
+        distill(*models, recipe=loaded_recipe, seed=seed, out=out, **options)
     if is_main_process:
-        words = ["mhla-hf", "evaluate", out, *([teacher] if teacher else []), "--recipe", "recall"]
-        next_step = f"; next, evaluate it: {shlex.join(words)}" if kind != "encoders" else ""
         print(f"{out}: trained{next_step}")
 
 
-def check_no_settings(names: list[str], student: str) -> None:
-    if names:
-        got = f"{names[0]!r} with {student!r}, which is converted already"
+def convert_student(student: str, model: Any, config: Any, recipe: Any, from_settings: list[str], seed: int) -> bool:
+    """Convert a softmax model or pipeline as a recipe says, and return whether it was one."""
+    import torch
+
+    from ..conversion import convert
+
+    if not hasattr(config, "mhla"):
+        torch.manual_seed(seed)
+        convert(model, **recipe.settings)
+        return True
+    if from_settings:
+        got = f"{from_settings[0]!r} with {student!r}, which is converted already"
         raise ValueError(f"set: got {got}, expected a softmax model.")
+    return False
 
 
 def load_pipelines(
     student: str, teacher: str | None, recipe: Any, dtype: str, settings: list[str], seed: int, trust_remote_code: bool
 ) -> tuple[Any, Any]:
     """Load a student and, if a stage needs it, a teacher, which shares all components but the transformers."""
-    import torch
-
     from ..checkpoints.load import load_pipeline
-    from ..conversion import convert
 
     model = load_pipeline(student, dtype="auto", device="cpu", trust_remote_code=trust_remote_code)
-    if hasattr(model.transformer.config, "mhla"):
-        check_no_settings(settings, student)
-    else:
-        torch.manual_seed(seed)
-        convert(model, **recipe.settings)
+    if convert_student(student, model, model.transformer.config, recipe, settings, seed):
         teacher = teacher or student
     if teacher is None or not any(stage.needs_teacher for stage in recipe.stages):
         return model, None

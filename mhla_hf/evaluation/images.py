@@ -20,21 +20,10 @@ from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import choose_device, load_classifier, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
 from ..data import load_split
-from ..training.datasets.images import LabeledImages, open_images, top1_accuracy
+from ..training.datasets.images import open_images, top1_accuracy
 from ..training.datasets.latents import read_prompt_lines
-from .image_scores import (
-    IMAGE_SUFFIXES,
-    Moments,
-    clip_scores,
-    find_extractor,
-    fraction_error,
-    frechet_distance,
-    hash_files,
-    hash_source,
-    inception_score,
-    precision_recall,
-    read_image,
-)
+from . import image_scores
+from .image_scores import Moments
 from .records import Results
 from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
 
@@ -105,11 +94,11 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
         progress = args.progress and state.is_main_process
         content = {name: getattr(protocol, name) for name in ("name", "classes", "sampling", "neighbors", "splits")}
         for name in ("reference", "prompts", "clip"):
-            content[name] = hash_source(getattr(protocol, name), progress)
+            content[name] = image_scores.hash_source(getattr(protocol, name), progress)
         extractor = None
         if metrics & set(FEATURES_BY_METRIC):
             device = choose_device(args.device or state.device)
-            extractor = find_extractor(protocol.extractor, protocol.weights, device)
+            extractor = image_scores.find_extractor(protocol.extractor, protocol.weights, device)
             content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
         return {subject.name: _Judge(subject, protocol, state, extractor, content).run() for subject in subjects}
 
@@ -147,7 +136,7 @@ class _Judge(PipelineJudge):
             for file, chunk in missing:
                 batches = []
                 for start in range(0, len(chunk), self.args.batch_size):
-                    batch = [read_image(image) for image in chunk[start : start + self.args.batch_size]]
+                    batch = [image_scores.read_image(image) for image in chunk[start : start + self.args.batch_size]]
                     if len({image.shape for image in batch}) > 1:
                         raise ValueError(f"{label}: got images of different sizes, expected one size.")
                     batches.append(self.extractor(torch.stack(batch)))
@@ -173,7 +162,7 @@ class _Judge(PipelineJudge):
         path = Path(self.protocol.reference)
         moments = {}
         if path.is_dir():
-            images: Any = sorted(file for file in path.rglob("*") if file.suffix in IMAGE_SUFFIXES)
+            images: Any = sorted(file for file in path.rglob("*") if file.suffix in image_scores.IMAGE_SUFFIXES)
         else:
             message = f"reference: got {str(path)!r}, expected an .npz file"
             with wrap_errors(message), numpy.load(path, allow_pickle=False) as file:
@@ -227,16 +216,19 @@ class _Judge(PipelineJudge):
         scores: dict[str, tuple[Any, ...]] = {}  # metric -> value, standard error, higher is better, number of images
         for metric in missing & {"FID", "sFID"}:
             kind = FEATURES_BY_METRIC[metric]
-            scores[metric] = frechet_distance(Moments.of(features[kind]), reference_moments[kind]), None, False, count
+            distance = image_scores.frechet_distance(Moments.of(features[kind]), reference_moments[kind])
+            scores[metric] = distance, None, False, count
         if "IS" in missing:
-            scores["IS"] = *inception_score(features["logits"], self.protocol.splits, self.seed), True, count
+            score, error = image_scores.inception_score(features["logits"], self.protocol.splits, self.seed)
+            scores["IS"] = score, error, True, count
         if missing & {"precision", "recall"}:
-            precision, recall = precision_recall(features["features"], reference_features, self.protocol.neighbors)
-            scores["precision"] = precision, fraction_error(precision, count), True, count
-            scores["recall"] = recall, fraction_error(recall, len(reference_features)), True, count
+            neighbors = self.protocol.neighbors
+            precision, recall = image_scores.precision_recall(features["features"], reference_features, neighbors)
+            scores["precision"] = precision, image_scores.fraction_error(precision, count), True, count
+            scores["recall"] = recall, image_scores.fraction_error(recall, len(reference_features)), True, count
         if "CLIP score" in missing:
             prompts = [sample.condition for sample in plan]
-            values = clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
+            values = image_scores.clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
             error = (values.std() / count**0.5).item() if count > 1 else None
             scores["CLIP score"] = values.mean().item(), error, True, count
         labeled = {self.label(metric): scores[metric] for metric in scores if metric in missing}
@@ -279,8 +271,8 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
     if args.limit and args.limit < len(images):
         chosen = [index * len(images) // args.limit for index in range(args.limit)]  # spread over the classes
         items = [images.items[number] for number in chosen]
-        images = LabeledImages(items, images.labels[chosen], images.name, names, images.identity)
-    data = hash_files(images.items, folder, args.progress) if folder.is_dir() else images.identity
+        images = dataclasses.replace(images, items=items, labels=images.labels[chosen], class_names=names)
+    data = image_scores.hash_files(images.items, folder, args.progress) if folder.is_dir() else images.identity
     # The fingerprint of a model covers its own processor.
     processor_settings = processor and processor.to_json_string()
     task, count = protocol.name, len(images)
@@ -289,15 +281,11 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
         if subject.knows(task, "acc", task_hash):
             continue
         started = time.perf_counter()
-        model, used_processor = subject.source, processor
-        if not subject.loaded:
-            options = {"dtype": args.dtype, "device": args.device, **subject.load_options}
-            model, own_processor = load_classifier(model, **options)
-            used_processor = processor or own_processor
-        elif processor is None:
+        model, own_processor = subject.load(load_classifier)
+        if (used_processor := processor or own_processor) is None:
             raise ValueError(f"settings: processor: got None, expected one for the loaded model {subject.name!r}.")
         bar = subject.name if args.progress else None
         accuracy = top1_accuracy(model, images.renumber_for(model.config), used_processor, args.batch_size, bar)
-        scores = {"acc": (accuracy, fraction_error(accuracy, count), True, count)}
+        scores = {"acc": (accuracy, image_scores.fraction_error(accuracy, count), True, count)}
         subject.store_scores(task, scores, task_hash, started, model.device)
     return {x.name: Results(r for r in x.kept if (r.task, r.limit) == (task, args.limit)) for x in subjects}

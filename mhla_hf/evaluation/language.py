@@ -228,11 +228,7 @@ def recorded_seed(args: Any) -> int | str:
 def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any, longest: int) -> None:
     """Run tasks that need a context of `longest` tokens on one model, and store the records after each."""
     accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if state.num_processes > 1 else None
-    device = args.device or (accelerator and str(accelerator.device))
-    load_options = {"dtype": args.dtype, "device": device, **subject.load_options}
-    model, tokenizer = subject.source, args.tokenizer
-    if not subject.loaded:
-        model, tokenizer = load_language_model(model, **load_options)
+    model, own_tokenizer = subject.load(load_language_model, args.device or (accelerator and str(accelerator.device)))
     was_training = model.training
     seeds = HARNESS_SEEDS if args.seed is None else (args.seed,) * 4
     shared_facts: dict[str, Any] = {"seed": recorded_seed(args), "dtype": str(model.dtype).removeprefix("torch.")}
@@ -240,7 +236,7 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
     try:
         with quiet_harness(args.progress):
             sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
-            judge = HFLM(pretrained=model, tokenizer=tokenizer, **sizes)
+            judge = HFLM(pretrained=model, tokenizer=own_tokenizer or args.tokenizer, **sizes)
         if longest > judge.max_length:  # lm-eval would truncate the text, perhaps including the answer
             expected = f"at most the {judge.max_length} tokens that the model sees, or a larger max_length"
             raise ValueError(f"settings: lengths: got {longest}, expected {expected}.")

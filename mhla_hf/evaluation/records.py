@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import re
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.file_io import write_json
+from ..checkpoints.file_io import read_json, wrap_errors, write_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
 from ..plots import PALETTE, drawing, render_rows
 
@@ -19,8 +18,8 @@ FORMAT_VERSION = 1
 ARROWS = {True: " ↑", False: " ↓", None: ""}
 SPEED = "speed"  # the task whose scores are times and cache sizes
 DECODE = "decode, per token"
-# (what, unit) in the rows of `collect_speed` -> metric.
-SPEED_METRICS = {("forward", "ms"): "forward_ms", (DECODE, "ms"): "decode_ms", (DECODE, "mib"): "cache_mib"}
+# Metric -> (what, unit) in the rows of `collect_speed`.
+SPEED_METRICS = {"forward_ms": ("forward", "ms"), "decode_ms": (DECODE, "ms"), "cache_mib": (DECODE, "mib")}
 
 
 def finite(value: Any) -> float | None:
@@ -64,10 +63,6 @@ class Result:
         """The fields by which a new measurement replaces an old one."""
         return (self.task, self.metric, self.shots, self.limit, self.samples)
 
-    @classmethod
-    def from_dict(cls, values: Any) -> "Result":
-        return read_settings(cls, values, "result: ")
-
 
 class Results(list[Result]):
     """The scores of one model: a list of `Result` that is stored in one JSON file."""
@@ -76,16 +71,12 @@ class Results(list[Result]):
     def read(cls, path: str | os.PathLike[str]) -> "Results":
         """Read a results file, or results.json in a folder; without one there are no records."""
         path = results_path(path)
-        if not path.exists():
-            return cls()
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format_version"] == FORMAT_VERSION:
-                return cls(map(Result.from_dict, content["results"]))
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path}: got a damaged file, expected a results file ({reason}).") from None
-        raise ValueError(f"{path}: got format_version {content['format_version']!r}, expected {FORMAT_VERSION}.")
+        with wrap_errors(f"{path}: got a damaged file, expected a results file"):
+            if (content := read_json(path)) is None:
+                return cls()
+            if (version := content["format_version"]) == FORMAT_VERSION:
+                return cls(read_settings(Result, fields, "result: ") for fields in content["results"])
+        raise ValueError(f"{path}: got format_version {version!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":
         """Add records in place, sorted. They replace those of the same task, metric, shots, and limit.
@@ -203,22 +194,21 @@ class Comparison(dict[str, Results]):
         by depth and speed by length have panels with curves. ValueError: there is no score to plot.
         """
         columns = {name: compute_paper_values(records, self.columns) for name, records in self.items()}
-        # Title -> model -> (position on a curve or None, value, standard error) of each point.
-        points: dict[str, Any] = {}
-        curves: dict[str, Any] = {}
+        points: dict[str, Any] = {}  # title -> model -> value, standard error
+        curves: dict[str, Any] = {}  # title -> model -> list of position, value, standard error
         for name, records in self.items():
             for label, score in columns[name].items():
-                points.setdefault(_add_arrow(label, self.columns), {})[name] = [(None, *score)]
-            for record in records:
+                points.setdefault(_add_arrow(label, self.columns), {})[name] = score
+            for record in (record for record in records if record.value is not None):
                 metric, separator, position = record.metric.rpartition("_" if record.task == SPEED else "_back_")
-                if record.value is not None and separator and position.isdecimal():
+                if separator and position.isdecimal():
                     title = f"{record.task}\n{metric}, by {'length ↓' if record.task == SPEED else 'depth'}"
                     curve = curves.setdefault(title, {}).setdefault(name, [])
                     curve.append((int(position), record.value, record.stderr or 0.0))
-                elif record.value is not None and not any(columns.values()):
+                elif not any(columns.values()):
                     shots = f", {record.shots} shots" if record.shots else ""
                     title = f"{record.task}\n{record.metric}{shots}{ARROWS[record.higher_is_better]}"
-                    points.setdefault(title, {})[name] = [(None, record.value, record.stderr)]
+                    points.setdefault(title, {})[name] = (record.value, record.stderr)
         panels = [*points.items(), *curves.items()]
         if not panels:
             raise ValueError("plot: got no score, expected at least one.")
@@ -243,28 +233,25 @@ def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | N
 
     A row has "what" was measured, "length", and "softmax_ms" and "mhla_ms", or the same in "mib".
     """
-    tables: dict[str, Any] = {}  # by task_hash, which is equal for models that were timed together
-    for attention, records in columns.items():
-        for record in records:
-            if record.task != SPEED:
-                continue
+    timed = {attention: [r for r in records if r.task == SPEED] for attention, records in columns.items()}
+    hashes = {record.task_hash for record in timed["mhla"]}
+    together = next((record.task_hash for record in timed["softmax"] if record.task_hash in hashes), None)
+    if together is None:
+        return None
+    rows: dict[Any, dict[str, Any]] = {}
+    for attention, records in timed.items():
+        for record in (record for record in records if record.task_hash == together):
             metric, _, length = record.metric.rpartition("_")
-            measured, unit = next(key for key, name in SPEED_METRICS.items() if name == metric)
-            rows, last_records = tables.setdefault(record.task_hash, ({}, {}))
-            row = rows.setdefault((measured, int(length)), {"what": measured, "length": int(length)})
+            measured, unit = SPEED_METRICS[metric]
+            row = rows.setdefault((measured == DECODE, int(length)), {"what": measured, "length": int(length)})
             row[f"{attention}_{unit}"] = record.value
-            last_records[attention] = record
-    for rows, last_records in tables.values():
-        if set(last_records) == {"softmax", "mhla"}:
-            keys = ("hardware", "versions", "seed", "command")
-            sorted_rows = [rows[key] for key in sorted(rows, key=lambda key: (key[0] == DECODE, key[1]))]
-            return {"rows": sorted_rows, **{key: getattr(last_records["mhla"], key) for key in keys}}
-    return None
+    keys = ("hardware", "versions", "seed", "command")
+    return {"rows": [rows[key] for key in sorted(rows)], **{key: getattr(record, key) for key in keys}}
 
 
 def _draw_points(axes: Any, title: str, values: Mapping[str, Any], colors: Mapping[str, str]) -> None:
     label = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-    for name, [(_, value, error)] in values.items():
+    for name, (value, error) in values.items():
         row = list(colors).index(name)
         axes.errorbar(value, row, xerr=error, fmt="o", color=colors[name], markersize=6, capsize=3, linewidth=1.6)
         axes.annotate(f"{value:.4g}", (value, row), **label)

@@ -15,7 +15,7 @@ from ..checkpoints.load import load_language_model
 from ..checkpoints.values import at_least, checked, read_settings
 from ..data import max_positions
 from ..models.transformers_api import forward_cached
-from .records import DECODE, SPEED, SPEED_METRICS, Results
+from .records import SPEED, SPEED_METRICS, Results
 from .subjects import find_subjects, format_command
 
 WARM_UP_TOKENS = 64
@@ -40,14 +40,10 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
     protocol, subjects = read_settings(SpeedProtocol, args.recipe.settings), find_subjects(models, args)
     args.command = args.command or format_command(subjects)
     task_hash = hash_json([sorted(x.fingerprint for x in subjects), *vars(protocol).values(), args.device])
-    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS.values() for length in protocol.lengths]  # type: ignore[union-attr]
+    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS for length in protocol.lengths]  # type: ignore[union-attr]
     if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
         started = time.perf_counter()
-        loaded = {subject.name: subject.source for subject in subjects}
-        for subject in subjects:
-            if not subject.loaded:
-                options = {"dtype": args.dtype, "device": args.device, **subject.load_options}
-                loaded[subject.name], _ = load_language_model(subject.source, **options)
+        loaded = {subject.name: subject.load(load_language_model)[0] for subject in subjects}
         measured = measure_speed(loaded, protocol, args.progress)
         for subject in subjects:
             scores = {metric: (value, None, False, protocol.rounds) for metric, value in measured[subject.name].items()}
@@ -72,16 +68,16 @@ def measure_speed(models: Mapping[str, Any], protocol: SpeedProtocol, progress: 
             for model in models.values():
                 time_once(model.eval(), ids[:, :WARM_UP_TOKENS], protocol.decode_tokens)
             for length, name in tqdm(runs, desc="speed", unit="run", disable=not progress):
-                for key, value in time_once(models[name], ids[:, :length], protocol.decode_tokens).items():
-                    metric = f"{SPEED_METRICS[key]}_{length}"
-                    best[name][metric] = min(best[name].get(metric, value), value)
+                for metric, value in time_once(models[name], ids[:, :length], protocol.decode_tokens).items():
+                    key = f"{metric}_{length}"
+                    best[name][key] = min(best[name].get(key, value), value)
     finally:
         for name, model in models.items():
             model.train(training[name])
     return best
 
 
-def time_once(model: Any, ids: torch.Tensor, decode_tokens: int) -> dict[tuple[str, str], float]:
+def time_once(model: Any, ids: torch.Tensor, decode_tokens: int) -> dict[str, float]:
     """Time a forward pass of ids [1, T] and decoding after it; return the values of `SPEED_METRICS`."""
     ids = ids.to(model.device)
     start = clock(model.device)
@@ -93,7 +89,7 @@ def time_once(model: Any, ids: torch.Tensor, decode_tokens: int) -> dict[tuple[s
     for _ in range(decode_tokens):
         _, cache = forward_cached(model, ids[:, -1:], cache)
     decode = (clock(model.device) - start) / decode_tokens
-    return {("forward", "ms"): 1e3 * forward, (DECODE, "ms"): 1e3 * decode, (DECODE, "mib"): size / 2**20}
+    return {"forward_ms": 1e3 * forward, "decode_ms": 1e3 * decode, "cache_mib": size / 2**20}
 
 
 def cache_bytes(cache: Any) -> int:

@@ -52,6 +52,12 @@ class Subject:
         origin, _, commit = self.fingerprint.partition(":")
         return {"revision": commit if origin == "hub" else None, "trust_remote_code": self.args.trust_remote_code}
 
+    def load(self, loader: Callable[..., tuple[Any, Any]], device: Any = None) -> tuple[Any, Any]:
+        """Load the model and its tokenizer or image processor by `loader`; return a loaded model as it is, and None."""
+        if self.loaded:
+            return self.source, None
+        return loader(self.source, dtype=self.args.dtype, device=device or self.args.device, **self.load_options)
+
     @functools.cached_property
     def kept(self) -> Results:
         """The stored scores of these weights."""

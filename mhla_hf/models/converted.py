@@ -13,12 +13,12 @@ from ..nn.windowed import DecayMHLA, TwoWayMHLA
 from .derived_classes import find_derived_class
 from .encoder.encoder_attention import ENCODER_SWAP
 from .families import ENCODERS, LANGUAGE, VISION
-from .language.causal_attention import CAUSAL_SWAP, MATRIX_SWAP
+from .language.causal_attention import CAUSAL_SWAP, MATRIX_SWAP, SALIENT_SWAP
 from .vision.grid_attention import GRID_SWAP
 
 matrix_class = partial(find_derived_class, kinds=((LANGUAGE, replace(MATRIX_SWAP, matrix_core=MHLA)),))
 decay_class = partial(find_derived_class, kinds=((LANGUAGE, replace(CAUSAL_SWAP, decay_core=DecayMHLA)),))
-salient_class = partial(find_derived_class, kinds=((LANGUAGE, replace(CAUSAL_SWAP, salient_core=SalientCore)),))
+salient_class = partial(find_derived_class, kinds=((LANGUAGE, replace(SALIENT_SWAP, salient_core=SalientCore)),))
 matrix_encoder_class = partial(find_derived_class, kinds=((ENCODERS, replace(ENCODER_SWAP, matrix_core=SequenceMHLA)),))
 decay_encoder_class = partial(find_derived_class, kinds=((ENCODERS, replace(ENCODER_SWAP, decay_core=TwoWayMHLA)),))
 vision_class = partial(find_derived_class, kinds=((VISION, GRID_SWAP),))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.windowed.inputs import WindowedOptions
 from ..ops.windowed.salient import salient_attention
-from ..ops.windowed.salient_decoding import SalientState, continue_salient, fill_salient
+from ..ops.windowed.salient_decoding import SalientState, continue_salient, plan_salient_step
 from .core import check_no_gradients, padding_first, without_padding
 from .heads import HeadSplit
 from .settings import MHLASettings, check_settings
@@ -68,18 +68,14 @@ class SalientCore(nn.Module):
                     cache.state = self.new_state(k, v)
                 else:
                     check_no_gradients(self, q, k, v)
-                    if q.shape[1] == 1:
-                        plan = cache.shared_plan(partial(cache.state.plan_step, options, starts), q.device)
-                o = continue_salient(q, k, v, cache.state, options, starts=starts, fresh=fresh, plan=plan)
+                state = cache.state
+                if q.shape[1] == 1 and not fresh:
+                    place = state.position, state.furthest, state.valid
+                    plan = cache.shared_plan(partial(plan_salient_step, *place, options, starts), q.device)
+                o = continue_salient(q, k, v, state, options, starts=starts, fresh=fresh, plan=plan)
         if key_mask is not None and cache is not None:
             cache.note_padding(key_mask)
         return padding.take_back(o)
-
-    def fits_window(self, num_tokens: int, *, cache: Any, starts: Any, key_mask: Any, cu_seqlens: Any) -> bool:
-        """Return whether T new tokens need plain causal softmax alone."""
-        is_whole = starts is None and key_mask is None and cu_seqlens is None and (cache is None or cache.state is None)
-        fits = num_tokens <= self.options.window * self.options.block_size
-        return is_whole and fits and not torch.compiler.is_compiling()
 
     @torch.no_grad()
     def remember(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, cos_sin: None = None) -> None:
@@ -87,7 +83,7 @@ class SalientCore(nn.Module):
         if k.shape[1] <= (self.options.window - 1) * self.options.block_size:
             k = k.to(v.dtype)
             cache.state = self.new_state(k, v)
-            fill_salient(k, v, cache.state, self.options)
+            cache.state.fill(k, v, self.options.sinks)
         else:
             self(q, k, v, cache=cache)
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.torch_layout import align_blocks
-from ..ops.windowed.attention import far_range, two_way_attention, windowed_attention
+from ..ops.windowed.attention import far_range, windowed_attention
 from ..ops.windowed.decays import Decays
 from ..ops.windowed.decoding import KeyMap, WindowedState, continue_windowed, fill_state
 from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
@@ -107,11 +106,12 @@ class DecayMHLA(DecayCore):
             q, k = both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
         decays, balance = self.read_mixing(cache)
         is_new = cache is None or cache.state is None
-        drop_window = is_new and self.draw_window_dropout()
+        drops_window = is_new and self.draw_window_dropout()
+        seen = replace(options, window=1) if drops_window else options
         first, end = 0, q.shape[1]
         is_whole = is_new and starts is None and cu_seqlens is None
         if is_whole and balance is not None and not torch.compiler.is_compiling():
-            first, end = far_range(q.shape[1], replace(options, window=1) if drop_window else options)
+            first, end = far_range(q.shape[1], seen)
             if torch.is_grad_enabled() and end == 0:  # other processes may have gradients, so this one needs zeros
                 first, end = 0, q.shape[1]
         q_features = self.q_map(self.unrotate(q[:, first:], cos_sin[:, first:]), self.heads)
@@ -120,29 +120,18 @@ class DecayMHLA(DecayCore):
             q = q_features
             k = self.map_keys(k, cos_sin)
             map_keys = keep_rotated
-        inputs = WindowedInputs(q, k, v, q_features, decays, balance, options, None, starts, cu_seqlens)
-        if cache is not None and not drop_window:
+        inputs = WindowedInputs(q, k, v, q_features, decays, balance, seen, None, starts, cu_seqlens)
+        if cache is not None and not drops_window:
             o = self.continue_cache(inputs, map_keys, cache, cos_sin)
         else:
-            if cache is not None:  # the cache has to see the tokens as they are
+            if cache is not None:  # which has to see the tokens as they are
                 with torch.no_grad():
-                    self.continue_cache(inputs, map_keys, cache, cos_sin)
-            if drop_window:
-                inputs = inputs._replace(options=replace(options, window=1))
+                    self.continue_cache(inputs._replace(options=options), map_keys, cache, cos_sin)
             with torch.autocast(q.device.type, enabled=False):
                 o = windowed_attention(inputs, map_keys(k[:, :end], cos_sin[:, :end]))
         if key_mask is not None and cache is not None:
             cache.note_padding(key_mask)
         return self.finish_output(padding.take_back(o), hidden_states, v.dtype)
-
-    def fits_window(self, num_tokens: int, *, cache: Any, starts: Any, key_mask: Any, cu_seqlens: Any) -> bool:
-        """Return whether T new tokens need plain causal softmax alone, and no gradient of this core."""
-        is_whole = starts is None and key_mask is None and cu_seqlens is None and (cache is None or cache.state is None)
-        if not (is_whole and self.settings.windowed) or torch.compiler.is_compiling():
-            return False
-        learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
-        drops_window = self.training and self.settings.window_dropout
-        return num_tokens <= self.options.window * self.options.block_size and not learns and not drops_window
 
     @torch.no_grad()
     def remember(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, cos_sin: Tensor | None) -> None:
@@ -218,11 +207,9 @@ class TwoWayMHLA(DecayCore):
         """
         options = self.options if scale in (None, self.options.scale) else replace(self.options, scale=scale)
         q, k, v = without_padding(key_mask, q.to(v.dtype), k.to(v.dtype), v)
-        aligned = align_blocks(q, options.block_size, key_mask, starts, None)
-        q, k, v = aligned.tokens.move(q, k, v)
         q_features, k_features = self.q_map(q, self.heads), self.k_map(k, self.heads)
         decays, balance = self.mixing(self.heads)
-        inputs = WindowedInputs(q, k, v, q_features, decays, balance, options, aligned.valid)
+        inputs = WindowedInputs(q, k, v, q_features, decays, balance, options, key_mask, starts)
         with torch.autocast(q.device.type, enabled=False):
-            o = two_way_attention(inputs, k_features)
-        return self.finish_output(aligned.tokens.take_back(o), hidden_states, v.dtype)
+            o = windowed_attention(inputs, k_features)
+        return self.finish_output(o, hidden_states, v.dtype)

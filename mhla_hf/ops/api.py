@@ -158,22 +158,19 @@ def choose_implementation(
     """
     if impl not in ("auto", "triton"):
         return impl
-    device = q.device
-    no_kernels = device.type not in KERNEL_DEVICES
-    refusal = None if impl == "auto" and no_kernels else triton_refusal(q, k, v, k_den)
-    if impl == "triton":
-        if refusal is not None:
-            raise ValueError(f"impl: got 'triton', expected 'auto' or 'torch': {refusal}.")
-        return impl
-    reason, level = refusal, logging.INFO
-    if no_kernels:
+    device, choice, level = q.device, "torch", logging.INFO
+    if impl == "auto" and device.type not in KERNEL_DEVICES:
         reason = f"the fastest implementation for {device.type} tensors"
-    elif refusal is None:
-        reason = kernel_fault(small_call, device)
-        level = logging.INFO if reason is None else logging.WARNING
-    choice = "triton" if reason is None else "torch"
-    if reason is None:
-        reason = f"whose kernels agreed with fp64 on {device}"
+    elif (refusal := triton_refusal(q, k, v, k_den)) is not None:
+        if impl == "triton":
+            raise ValueError(f"impl: got 'triton', expected 'auto' or 'torch': {refusal}.")
+        reason = refusal
+    elif impl == "triton":
+        return impl
+    elif (fault := kernel_fault(small_call, device)) is not None:
+        reason, level = fault, logging.WARNING
+    else:
+        choice, reason = "triton", f"whose kernels agreed with fp64 on {device}"
     if not torch.compiler.is_compiling() and (choice, reason) not in ANNOUNCED_CHOICES:
         ANNOUNCED_CHOICES.add((choice, reason))
         OPERATOR_LOG.log(level, "mhla: impl='auto' took %r, %s.", choice, reason)

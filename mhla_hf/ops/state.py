@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .torch_layout import ring_slot
+
 
 class RowState:
     """Base class of decoder states: dataclasses of tensors without gradients, whose first axis is the batch.
@@ -49,17 +51,29 @@ class RowState:
 
 @dataclass
 class RingState(RowState):
-    """Base class of states with the newest tokens in a ring, which holds one block more than attention reads.
+    """Base class of states with sinks and the newest tokens in the S slots of `ring_slot`.
 
-    Args:
-        block_size: Tokens per block, C.
-        position: int64 [B], number of tokens that each row has seen.
-        furthest: int64 [B], the largest `position` of each row when `crop` was called.
+    The ring holds one block more than attention reads, so that `crop` can take back up to a block.
     """
 
-    block_size: int
-    position: Tensor
-    furthest: Tensor
+    block_size: int  # tokens per block, C
+    position: Tensor  # int64 [B], number of tokens that each row has seen
+    furthest: Tensor  # int64 [B], the largest `position` of each row when `crop` was called
+    k: Tensor  # [B, G, S, D], keys
+    v: Tensor  # [B, G, S, V], values
+    valid: Tensor  # bool [B, S], the slots that hold a real token
+
+    @torch.no_grad()
+    def fill(self, k: Tensor, v: Tensor, sinks: int) -> tuple[Tensor, Tensor]:
+        """Put T tokens of every row into an empty state; return the indices of those that it keeps, and their slots."""
+        num_slots, token = self.valid.shape[1], torch.arange(k.shape[1], device=k.device)
+        kept = torch.cat([token[:sinks], token[max(sinks, len(token) - num_slots + sinks) :]])
+        slots = ring_slot(kept, num_slots, sinks)
+        self.k[:, :, slots] = k[:, kept].transpose(1, 2)
+        self.v[:, :, slots] = v[:, kept].transpose(1, 2)
+        self.valid[:, slots] = True
+        self.position.add_(len(token))
+        return kept, slots
 
     def crop(self, count: int) -> None:
         """Remove the last `count` tokens of every row.
@@ -83,36 +97,22 @@ class MHLAState(RowState):
     """The decoder state of dense causal mixing, for B rows.
 
     C is the block size, N the capacity for closed blocks, and L the width of the denominator's keys (K unless they are
-    features of their own). Sums are in fp32, or in fp64 for fp64 inputs; int64 tensors are on the CPU.
-
-    Args:
-        block_size: Tokens per block, C.
-        normalize: Whether outputs are divided by the sum of the weights.
-        summaries: [B, G, N, K, V], the summaries of closed blocks; N doubles when it is exhausted.
-        z: [B, G, N, L], the sums of the denominator's keys in these blocks; None unless `normalize`.
-        prefix: [B, H, K, V], the sum over closed blocks b of mixing[i, b] times summary b, for i = `prefix_block`.
-        prefix_z: [B, H, L], likewise of `z`; None unless `normalize`.
-        prefix_block: int64 [B], the query block that the prefix was mixed for; -1 if there is none yet.
-        window_k: [B, 2 * C, G, K] in the dtype of the inputs. The token at position p is in slot p % (2 * C), masked
-            tokens as zeros.
-        window_v: [B, 2 * C, G, V], likewise.
-        window_k_den: [B, 2 * C, G, L], likewise; None if the denominator uses the same features as the numerator.
-        length: int64 [B], number of tokens that each row has seen.
-        oldest: int64 [B], the first position that the window still holds.
+    features of their own). Sums are in fp32, or in fp64 for fp64 inputs; int64 tensors are on the CPU. In the windows, the
+    token at position p is in slot p % (2 * C), masked tokens as zeros.
     """
 
-    block_size: int
-    normalize: bool
-    summaries: Tensor
-    z: Tensor | None
-    prefix: Tensor
-    prefix_z: Tensor | None
-    prefix_block: Tensor
-    window_k: Tensor
-    window_v: Tensor
-    window_k_den: Tensor | None
-    length: Tensor
-    oldest: Tensor
+    block_size: int  # tokens per block, C
+    normalize: bool  # whether outputs are divided by the sum of the weights; `z` and `prefix_z` are None if not
+    summaries: Tensor  # [B, G, N, K, V], the summaries of closed blocks; N doubles when it is exhausted
+    z: Tensor | None  # [B, G, N, L], the sums of the denominator's keys in these blocks
+    prefix: Tensor  # [B, H, K, V], the sum over closed blocks b of mixing[i, b] times summary b, for i = `prefix_block`
+    prefix_z: Tensor | None  # [B, H, L], likewise of `z`
+    prefix_block: Tensor  # int64 [B], the query block that the prefix was mixed for; -1 if there is none yet
+    window_k: Tensor  # [B, 2 * C, G, K] in the dtype of the inputs
+    window_v: Tensor  # [B, 2 * C, G, V]
+    window_k_den: Tensor | None  # [B, 2 * C, G, L]; None if the denominator uses the same features as the numerator
+    length: Tensor  # int64 [B], number of tokens that each row has seen
+    oldest: Tensor  # int64 [B], the first position that the windows still hold
 
     @staticmethod
     def empty(

@@ -15,7 +15,7 @@ from torch import Tensor
 from .inputs import MHLAInputs
 from .reference import divide_or_zero
 from .state import MHLAState
-from .torch_layout import TokenLayout
+from .torch_layout import TokenPlaces, take_tokens
 
 
 def torch_step(inputs: MHLAInputs, state: MHLAState) -> Tensor:
@@ -77,41 +77,44 @@ def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 
 def step_across_blocks(inputs: MHLAInputs, state: MHLAState) -> Tensor:
     """Compute the outputs of T new tokens per row, with zeros for padding."""
-    mixing, q_den, sum_dtype, size = inputs.mixing, inputs.q_den, state.summaries.dtype, state.block_size
-    layout, open_tokens = append_tokens(inputs, state)
-    prefix, prefix_z = mix_closed_blocks(state, mixing, torch.arange(len(inputs.q)), layout.blocks)
-    query = heads_first(layout.place_queries(inputs.q), sum_dtype, size)
-    query_den = None if q_den is None else heads_first(layout.place_queries(q_den), sum_dtype, size)
+    q, mixing, q_den, sum_dtype, size = inputs.q, inputs.mixing, inputs.q_den, state.summaries.dtype, state.block_size
+    blocks, (source, inverse), open_tokens = append_tokens(inputs, state)
+    prefix, prefix_z = mix_closed_blocks(state, mixing, torch.arange(len(q)), blocks)
+    query = heads_first(take_tokens(q, source), sum_dtype, size)
+    query_den = None if q_den is None else heads_first(take_tokens(q_den, source), sum_dtype, size)
     tokens = [heads_first(x, sum_dtype, size) for x in open_tokens]
-    visible = torch.ones(size, size, dtype=torch.bool, device=inputs.q.device).tril()
-    diagonal = diagonal_weight(mixing, layout.blocks, sum_dtype)
+    visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    diagonal = diagonal_weight(mixing, blocks, sum_dtype)
     o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, inputs.options.scale)
-    return layout.take_back(o.flatten(2, 3).transpose(1, 2))
+    return take_tokens(o.flatten(2, 3).transpose(1, 2), inverse)
 
 
-def append_tokens(inputs: MHLAInputs, state: MHLAState) -> tuple[TokenLayout, list[Tensor]]:
+def append_tokens(inputs: MHLAInputs, state: MHLAState) -> tuple[Tensor, tuple[Tensor, Tensor], list[Tensor]]:
     """Write new tokens into a state, and store the summaries of the blocks that they fill.
 
-    Returns a layout of n blocks per row from the open one on, and its open tokens [B, n * C, G, K or V or L].
+    Returns n blocks per row from the open one on, [B, n], the gathers that bring new tokens there and back, and the open
+    tokens [B, n * C, G, K or V or L].
     """
     before, size, num_tokens, device = state.length, state.block_size, inputs.k.shape[1], state.summaries.device
-    num_new = torch.full_like(before, num_tokens) if inputs.starts is None else num_tokens - inputs.starts.cpu()
-    num_blocks = max(1, -(-int((before % size + num_new).max()) // size))
-    layout = TokenLayout(before, num_new, num_tokens, before // size, num_blocks, size, 2 * size, device)
+    padding = torch.zeros_like(before) if inputs.starts is None else inputs.starts.cpu()
+    num_blocks = max(1, -(-int((before % size - padding).max() + num_tokens) // size))
+    places = TokenPlaces(before, padding, num_tokens, 2 * size, 2 * size, 0, device)
+    first = (before // size * size)[:, None]
+    source = places.find(first + torch.arange(num_blocks * size))
     open_tokens = []
     for window, new in window_updates(inputs, state):
-        # NaN in padding would pass through a weight of 0.
-        laid_out = torch.where(layout.filled[..., None, None], layout.place_keys(window, new), 0)
-        layout.keep(window, laid_out)
-        open_tokens.append(laid_out)
+        tokens = torch.cat([window, new.to(window.dtype)], 1)
+        open_tokens.append(take_tokens(tokens, source))
+        places.write(window, tokens)
     by_block = [x.to(state.summaries.dtype).unflatten(1, (-1, size)).flatten(0, 1) for x in open_tokens]
     rows = torch.arange(len(before)).repeat_interleave(num_blocks)
+    blocks = before[:, None] // size + torch.arange(num_blocks)
     # The last block may still be open; its summary is written again before it is read.
-    close_blocks(state, rows, layout.blocks.flatten(), by_block)
-    state.length = before + num_new
+    close_blocks(state, rows, blocks.flatten(), by_block)
+    state.length = before + num_tokens - padding
     last_block = (state.length - 1).clamp(min=0) // size
     state.oldest = torch.maximum(state.oldest, (last_block - 1) * size)
-    return layout, open_tokens
+    return blocks, places.move_new(first, num_blocks * size), open_tokens
 
 
 def window_updates(inputs: MHLAInputs, state: MHLAState) -> list[tuple[Tensor, Tensor]]:

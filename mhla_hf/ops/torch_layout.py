@@ -101,17 +101,20 @@ class Heads:
             out[self.heads] += mixing_grad.unflatten(0, (self.num_rows, self.num_heads)).sum(0)
 
 
-class MoveTokens(torch.autograd.Function):
-    """Gathers tokens: y[b, p] = x[b, source[b, p]], or zeros where `source` [B or 1, P] is -1.
+def take_tokens(x: Tensor, source: Tensor) -> Tensor:
+    """Gather tokens of x [B, T, ...]: y[b, p] = x[b, source[b, p]], or zeros where `source` [B or 1, P] is -1."""
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    is_none = (source < 0).view(*source.shape, *[1] * (x.dim() - 2))
+    return x[rows, source.clamp(min=0)].masked_fill(is_none, 0)
 
-    `inverse` [B or 1, T] undoes it, which makes the backward pass a gather, too.
-    """
+
+class MoveTokens(torch.autograd.Function):
+    """Computes `take_tokens`. `inverse` [B or 1, T] undoes it, which makes the backward pass a gather, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(source, inverse)
-        rows = torch.arange(x.shape[0], device=x.device)[:, None]
-        return torch.where((source >= 0)[..., None, None], x[rows, source.clamp(min=0)], 0)
+        return take_tokens(x, source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -258,56 +261,39 @@ def visible_slots(position: Tensor, num_slots: int, block_size: int, window: int
     return torch.where(slots < sinks, slots <= position[:, None], age <= largest_age[:, None])
 
 
-class TokenLayout:
-    """Lays out the tokens that a decoder state holds, then new ones: M blocks per row, from block `first_block` [B] on.
+class TokenPlaces:
+    """Finds the tokens of each row among `num_held` that a decoder state holds and T new ones, in one tensor.
 
-    `before` [B] counts the old tokens of each row, the last of which are in the slots of `ring_slot`; `num_new` [B] counts
-    the real new ones, the last of `num_columns`. Indices may be on the CPU while the tokens are on `device`.
-
-    Attributes:
-        blocks: int64 [B, M], the indices of the blocks.
-        filled: bool [B, M * C], which places hold a token.
+    The state has `before` [B] tokens, the last of which are in the slots of `ring_slot`. Of the new ones, the first
+    `padding` [B] are none. Indices may be on the CPU while the tokens are on a `device`, where results are.
     """
 
     def __init__(
-        self, before: Tensor, num_new: Tensor, num_columns: int, first_block: Tensor, num_blocks: int, block_size: int,
-        num_slots: int, device: torch.device, sinks: int = 0,
+        self, before: Tensor, padding: Tensor, num_new: int, num_held: int, num_slots: int, sinks: int,
+        device: torch.device,
     ):  # fmt: skip
-        self.before, self.num_new, self.num_columns = before, num_new, num_columns
-        self.first_position = first_block * block_size
-        self.num_slots, self.sinks, self.device = num_slots, sinks, device
-        self.blocks = first_block[:, None] + torch.arange(num_blocks, device=first_block.device)
-        position = self.first_position[:, None] + torch.arange(num_blocks * block_size, device=first_block.device)
-        new_token = (position - before[:, None] + (num_columns - num_new)[:, None]).clamp(min=0, max=num_columns - 1)
-        source = new_token
-        if num_slots:  # slots and new tokens are concatenated, so new tokens come after `num_slots`
-            held_slot = ring_slot(position, num_slots, sinks)
-            source = torch.where(position < before[:, None], held_slot, new_token + num_slots)
-        self.new_token = new_token.to(device)
-        self.source = source.to(device)
-        self.filled = (position < (before + num_new)[:, None]).to(device)
-        self.rows = torch.arange(len(before), device=device)[:, None]
+        self.before, self.padding, self.num_new = before[:, None], padding[:, None], num_new
+        self.num_held, self.num_slots, self.sinks, self.device = num_held, num_slots, sinks, device
 
-    def place_keys(self, held: Tensor, new: Tensor) -> Tensor:
-        """Lay out old tokens [B, slots, ...] and new ones [B, T, ...], to [B, M * C, ...]; arbitrary where not `filled`."""
-        return (torch.cat([held, new.to(held.dtype)], 1) if self.num_slots else new)[self.rows, self.source]
+    def find(self, position: Tensor) -> Tensor:
+        """Return the places of the tokens at positions int64 [B, L], or -1 where there is none."""
+        new = position - self.before + self.padding
+        place = new + self.num_held
+        if self.num_held:
+            place = torch.where(position < self.before, ring_slot(position, self.num_slots, self.sinks), place)
+        return place.masked_fill((position < 0) | (new >= self.num_new), -1).to(self.device)
 
-    def place_queries(self, q: Tensor) -> Tensor:
-        """Lay out new tokens, [B, T, ...] -> [B, M * C, ...]; arbitrary at places without one."""
-        return q[self.rows, self.new_token]
+    def move_new(self, first: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Compute the gathers of `MoveTokens` that bring new tokens to the positions `first` [B, 1] to `first + count`."""
+        column = torch.arange(self.num_new, device=first.device)
+        inverse = (self.before - self.padding - first + column).masked_fill(column < self.padding, -1)
+        source = first + torch.arange(count, device=first.device) - self.before + self.padding
+        source = source.masked_fill((source < self.padding) | (source >= self.num_new), -1)
+        return source.to(self.device), inverse.to(self.device)
 
-    def take_back(self, o: Tensor) -> Tensor:
-        """Undo `place_queries`, with zeros for padding."""
-        padding = (self.num_columns - self.num_new)[:, None]
-        new_index = torch.arange(self.num_columns, device=self.before.device) - padding
-        place = (new_index + (self.before - self.first_position)[:, None]).clamp(min=0).to(self.device)
-        is_real = (new_index >= 0).to(self.device)
-        return torch.where(is_real.view(*is_real.shape, *[1] * (o.dim() - 2)), o[self.rows, place], 0)
-
-    def keep(self, held: Tensor, laid_out: Tensor) -> None:
-        """Write the newest tokens of the layout, [B, M * C, ...], into the slots of `held` [B, slots, ...]."""
-        position = slot_positions(self.before + self.num_new, held.shape[1], self.sinks)
-        is_new = (position >= torch.maximum(self.before, self.first_position)[:, None]).to(self.device)
-        place = (position - self.first_position[:, None]).clamp(0, laid_out.shape[1] - 1).to(self.device)
-        values = laid_out[self.rows, place].to(held.dtype)
+    def write(self, held: Tensor, tokens: Tensor) -> None:
+        """Write the new ones of all tokens, [B, num_held + T, ...], into the slots of `held` [B, slots, ...]."""
+        position = slot_positions(self.before[:, 0] + self.num_new - self.padding[:, 0], held.shape[1], self.sinks)
+        is_new = (position >= self.before).to(self.device)
+        values = take_tokens(tokens, self.find(position)).to(held.dtype)
         held.copy_(torch.where(is_new.view(*is_new.shape, *[1] * (held.dim() - 2)), values, held))

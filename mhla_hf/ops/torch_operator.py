@@ -28,9 +28,8 @@ from .torch_layout import (
     DifferentiableOnce,
     Heads,
     TokenMove,
-    align_sequences,
+    align_blocks,
     mixing_of_sequences,
-    shift_to_start,
 )
 
 # Elements of q per head from which the CPU computes head by head, to stay in its cache; measured.
@@ -42,14 +41,12 @@ def torch_mhla(inputs: MHLAInputs) -> Tensor:
     q, k, v, mixing, options, q_den, k_den, _, cu_seqlens, starts = inputs.without_masked_keys()
     blocks, normalize = options.blocks, options.normalize
     tokens = TokenMove()
-    if starts is not None:
-        tokens = TokenMove(*shift_to_start(starts.to(q.device), q.shape[1]))
-    if cu_seqlens is not None:
-        assert blocks.block_size is not None  # causal blocks are those of a sequence
-        source, inverse, block_index, sequence_id = align_sequences(cu_seqlens, q.shape[1], blocks.block_size)
-        mixing = mixing_of_sequences(mixing, block_index, sequence_id)
-        tokens, blocks = TokenMove(source, inverse), Blocks.sequence(source.shape[1], blocks.block_size)
-        options = options._replace(blocks=blocks, key_blocks=blocks)
+    if blocks.block_size is not None:
+        tokens, block, _, sequence_id = align_blocks(q, blocks.block_size, None, starts, cu_seqlens)
+        if sequence_id is not None:
+            mixing = mixing_of_sequences(mixing, block, sequence_id)
+            blocks = Blocks.sequence(len(block) * blocks.block_size, blocks.block_size)
+            options = options._replace(blocks=blocks, key_blocks=blocks)
     q, k, v = tokens.move(q, k, v)
     if q_den is not None and k_den is not None:
         q_den, k_den = tokens.move(q_den, k_den)

@@ -18,7 +18,7 @@ import torch
 from PIL.Image import Image
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import ConcatDataset, StackDataset
 
 from ..checkpoints.fingerprint import hash_json
@@ -152,7 +152,7 @@ class CallReader(TrajectoryReader):
         for number in numbers:
             row = self.source.rows[self.shuffled(number, len(self.source.rows))]
             calls = self.sample_calls(row, make_generator(*self.key, number).initial_seed())
-            kinds = [next(index for index, other in enumerate(calls) if _same_kind(call, other)) for call in calls]
+            kinds = [next(index for index, other in enumerate(calls) if _same_form(call, other)) for call in calls]
             order = numpy.random.default_rng((*self.key, number))
             shuffled = {kind: iter(order.permutation(numpy.flatnonzero(numpy.equal(kinds, kind)))) for kind in kinds}
             batch_order = numpy.random.default_rng((*self.key, self.next)).permutation(kinds)
@@ -171,41 +171,28 @@ def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
             raise ValueError(f"data: got samples that differ in {name!r} of the transformer, expected {expected}.")
         if isinstance(value, torch.Tensor):
             tensors[name] = torch.cat(values)
-        elif _has_tensors(value):
+        elif isinstance(value, dict) and all(isinstance(item, torch.Tensor) for item in value.values()):
             constants[name] = {key: torch.cat([row[key] for row in values]) for key in value}
         else:
-            constants[name] = value.value if isinstance(value, Constant) else value
+            constants[name] = tree_map(lambda leaf: leaf.value if isinstance(leaf, Constant) else leaf, value)
     return tensors, constants
 
 
 @dataclasses.dataclass(eq=False)
 class Constant:
-    """A tensor, or a structure of tensors, that has no axis for samples, such as rotary embeddings."""
+    """A tensor that has no axis for samples, such as rotary embeddings."""
 
-    value: Any
+    value: torch.Tensor
 
-
-def _same_kind(one: Call, other: Call) -> bool:
-    return one.keys() == other.keys() and all(_same_form(value, other[name]) for name, value in one.items())
-
-
-def _has_tensors(value: Any) -> bool:
-    """Return whether a value is a dict of one sample's tensors; one without an axis for samples is a `Constant`."""
-    return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and torch.equal(self.value, other.value)
 
 
 def _same_form(one: Any, other: Any) -> bool:
-    """Return whether an argument of two calls has one shape or, if it is no tensor of a sample, one value."""
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape
-    if _has_tensors(one) and _has_tensors(other):
-        return {key: x.shape for key, x in one.items()} == {key: x.shape for key, x in other.items()}
-    ones, structure = tree_flatten(one.value if isinstance(one, Constant) else one)
-    others, other_structure = tree_flatten(other.value if isinstance(other, Constant) else other)
+    """Return whether two calls, or an argument of them, have tensors of the same shapes, and all else equal."""
+    (ones, structure), (others, other_structure) = tree_flatten(one), tree_flatten(other)
     return structure == other_structure and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+        a.shape == b.shape if torch.is_tensor(a) and torch.is_tensor(b) else a == b
         for a, b in zip(ones, others, strict=True)
     )
 
@@ -227,7 +214,7 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
         arguments.pop("return_dict", None)
         count = len(arguments["hidden_states"])
         rows: list[Call] = [{} for _ in range(count)]
-        for name, value in arguments.items():
+        for name, value in sorted(arguments.items()):  # calls may name them in different orders
             if name == "timestep" and value.numel() == 1:
                 value = value.reshape(1).expand(count)
             # Embeddings need not have `count` rows: Wan's have one for each of a sample's images.
@@ -241,8 +228,7 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
             elif isinstance(value, dict) and value and all(_has_rows(item, count) for item in value.values()):
                 parts = tuple({key: item[row : row + 1].cpu() for key, item in value.items()} for row in range(count))
             else:
-                has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
-                parts = (Constant(value) if has_tensors else value,) * count
+                parts = (tree_map(lambda leaf: Constant(leaf) if torch.is_tensor(leaf) else leaf, value),) * count
             for row, part in zip(rows, parts, strict=True):
                 row[name] = part
         calls.extend(rows)
@@ -255,10 +241,8 @@ def sample_calls(
     pipeline: Any, component: str, transformer: Any, stage: DiffusionStage, arguments: Mapping[str, Any], seed: int
 ) -> list[Call]:
     """Sample with a pipeline in which `transformer` is `component`, and return the calls of each sample, on the CPU."""
-    device = next(transformer.parameters()).device
-    options = make_options(pipeline, device, arguments, stage, seed)
-    stops = component == TRANSFORMERS[0]
-    with recorded(transformer) as calls, prepared(pipeline, component, transformer, stops):
+    options = make_options(pipeline, transformer.device, arguments, stage, seed)
+    with recorded(transformer) as calls, prepared(pipeline, component, transformer, component == TRANSFORMERS[0]):
         pipeline(**options, output_type="latent")
     if not calls:
         got = f"{stage.sampling_steps} in stage {stage.name!r}"
@@ -271,13 +255,12 @@ def sample_images(
     pipeline: Any, component: str, transformer: Any, stage: DiffusionStage, arguments: Mapping[str, Any], seed: int
 ) -> list[Image]:
     """Sample as `sample_calls` does, and return the image, or the frames of the video."""
-    device = next(transformer.parameters()).device
-    options = make_options(pipeline, device, arguments, stage, seed)
+    options = make_options(pipeline, transformer.device, arguments, stage, seed)
     dtypes = {module.dtype for module in pipeline.components.values() if isinstance(module, torch.nn.Module)}
     half = next((dtype for dtype in HALF_DTYPES if dtype in dtypes), None)
     # A student is trained in fp32, and the other models of its pipeline may be in half precision.
     is_mixed = half is not None and transformer.dtype == torch.float32
-    autocast = torch.autocast(device.type, dtype=half) if is_mixed else contextlib.nullcontext()
+    autocast = torch.autocast(transformer.device.type, dtype=half) if is_mixed else contextlib.nullcontext()
     with prepared(pipeline, component, transformer), autocast:
         result = pipeline(**options, output_type="pil")
     return list(result.frames[0] if hasattr(result, "frames") else result.images[:1])
@@ -358,7 +341,7 @@ def prepared(pipeline: Any, component: str, transformer: Any, stops: bool = Fals
 
     `stops` is as in `swapped`.
     """
-    device = next(transformer.parameters()).device
+    device = transformer.device
     # The module may be sharded or trained, so it does not become the component that the pipeline saves.
     components = vars(pipeline)
     original, bar = components[component], components.get("_progress_bar_config")

@@ -94,20 +94,19 @@ class Run:
         (identity,) = broadcast_object_list([self._describe_identity() if self.is_main else None])
         latest = self.folder.find(identity, self.student)
         self.accelerator.wait_for_everyone()
-        if self.is_main:
-            if latest == "finished":
-                self.folder.clear()
-            else:
-                size = 0 if latest else trainable.count_state_bytes(self.student, self.stages)
-                check_writable(self.folder.out, "out", size + count_bytes(self.task.returned))
-                self.folder.begin()
-        self.accelerator.wait_for_everyone()
         out = self.folder.out
         if latest == "finished":
+            if self.is_main:
+                self.folder.clear()
             trainable.set_dtypes(self.student, saved_dtypes)
             self.task.load(out)
             self._report(f"{out} is finished already: nothing to do")
             return self.task.returned
+        if self.is_main:
+            size = 0 if latest else trainable.count_state_bytes(self.student, self.stages)
+            check_writable(out, "out", size + count_bytes(self.task.returned))
+            self.folder.begin()
+        self.accelerator.wait_for_everyone()
         requires_grad = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         was_training = self.student.training
         try:

@@ -65,14 +65,15 @@ class PagedCore:
     value_dim: int
     name: str
     page_names: list[str]
-    table: Any  # the model's `RotationTable`, or its `without_rotation` in a layer without a rotary embedding
+    tables: tuple[RotationTable, RotationTable]  # the model's, for layers without a rotation to undo, and with one
+    table: RotationTable  # that of this layer
     make_attention: Callable[[PagePool], PagedAttention | PagedSalientAttention]
     attention: PagedAttention | PagedSalientAttention | None = None  # until the first batch with these weights
     memory: torch.Tensor | None = None  # the pages for which `attention` was made
 
-    def install(self, name: str, heads_per_page: int, table: RotationTable, vllm_config: VllmConfig) -> None:
+    def install(self, name: str, heads_per_page: int, tables: Any, vllm_config: VllmConfig) -> None:
         """Declare the pages of the MHLA heads to vLLM, once `heads` and `options` are final."""
-        self.name, self.table = name, table
+        self.name, self.tables = name, tables
         layout = PageLayout.of(self.settings, heads_per_page, self.value_dim, vllm_config.model_config.dtype)
         num_heads = self.num_kv_heads if self.heads is None else self.heads.counts[False]
         self.page_names = [f"{name}.state_{index}" for index in range(num_heads // heads_per_page)]
@@ -102,8 +103,7 @@ class PagedCore:
         """Write the output of vLLM's current batch into `o` [T, H, V]. Requests with one new token come first."""
         context = get_forward_context()
         metadata: Any = context.attn_metadata
-        if tokens.cos_sin.shape[-1] == 0:
-            self.table = self.table.without_rotation
+        self.table = self.tables[tokens.cos_sin.shape[-1] > 0]
         self.table.allocate(tokens.cos_sin)
         if metadata is None:  # vLLM measures memory
             o.zero_()

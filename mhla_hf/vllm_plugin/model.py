@@ -50,7 +50,7 @@ class MHLAServing:
         num_kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
         # All pages have one size, so that of layers in which some heads keep softmax is that of all layers.
         heads_per_page = gcd(num_kv_heads, *(len(heads) for heads in (settings.softmax_heads or {}).values()))
-        table = RotationTable(self.model_config.max_model_len)
+        tables = tuple(RotationTable(self.model_config.max_model_len) for _ in range(2))
         for index, (attention_name, fuser) in self.attention_fusers.items():
             attention = self.get_submodule(attention_name)
             base = attention.attn
@@ -75,7 +75,7 @@ class MHLAServing:
                     split_weights(core)
                 kept = (settings.softmax_heads or {}).get(str(index), [])
                 put_mhla(attention, core, settings, kept)
-                core.install(name, heads_per_page, table, self.vllm_config)
+                core.install(name, heads_per_page, tables, self.vllm_config)
                 if kept:
                     attention.softmax_heads = PagedSoftmax(name, len(kept), heads_per_page, queries_per_kv, **options)
             elif num_kv_heads > heads_per_page:

@@ -21,8 +21,10 @@ from ..ops.windowed.decoding import KeyMap, StepPlan, WindowedState, attend_toke
 from ..ops.windowed.fused_softmax import make_mask
 from ..ops.windowed.inputs import WindowedInputs, WindowedOptions
 from ..ops.windowed.salient_decoding import SalientState, SalientStep, continue_salient, plan_salient_step, salient_step
-from ..ops.windowed.triton_step import PageTensors, page_step, small_page_call
+from ..ops.windowed.triton_step import page_step, small_page_call
 
+# What a page has of a state, in this order in memory: wide types come first, where they are aligned.
+PARTS = ("rank", "cast", "final", "running", "pending", "k", "v")
 # What parts of a state without tokens hold, as in `SalientState.empty`; all others hold 0.
 EMPTY = {"rank": -1, "final": -1}
 
@@ -33,33 +35,26 @@ class PageLayout:
 
     heads: int  # U
     num_slots: int  # of the ring, with sinks
-    # Shapes [U, ...] and dtypes by name, in their order in memory: wide types come first, where they are aligned.
+    # Shapes [U, ...] and dtypes by name, in their order in memory.
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     @staticmethod
     def of(settings: MHLASettings, heads: int, head_dim: int, dtype: torch.dtype) -> "PageLayout":
         """Lay out the state of heads of this width in a model of this dtype; sums are at least fp32."""
-        size, sum_dtype = settings.block_size, torch.promote_types(dtype, torch.float32)
+        size, window, sinks = settings.block_size, settings.window, settings.sinks
+        k = v = torch.empty(1, 1, heads, head_dim, dtype=dtype, device="meta")
+        state: Any
         if settings.core == "salient":
-            count, num_slots = settings.salient, settings.sinks + (settings.window + 1) * size
-            parts = {
-                "rank": ((heads, count), torch.int64),
-                "cast": ((heads, size), torch.int32),
-                "final": ((heads, size), torch.int32),
-                "k": ((heads, num_slots + count, head_dim), dtype),
-                "v": ((heads, num_slots + count, head_dim), dtype),
-            }
-            return PageLayout(heads, num_slots, parts)
-        num_features = FeatureMap(settings.feature_map, 0, head_dim).num_features
-        num_slots = settings.sinks + settings.window * size if settings.windowed else size
-        sums = (head_dim + 1, num_features)
-        parts = {
-            "running": ((heads, settings.num_decays, *sums), sum_dtype),
-            "pending": ((heads, *sums), sum_dtype),
-            "k": ((heads, num_slots, head_dim if settings.windowed else num_features), dtype),
-            "v": ((heads, num_slots, head_dim), dtype),
-        }
-        return PageLayout(heads, num_slots, parts)
+            state = SalientState.empty(k, v, WindowedOptions(size, window, sinks, salient=settings.salient))
+        else:
+            num_features = FeatureMap(settings.feature_map, 0, head_dim).num_features
+            if not settings.windowed:
+                window, sinks, k = 1, 0, k.new_empty(1, 1, heads, num_features)
+            options = WindowedOptions(size, window - 1, sinks)  # for a ring of one block less
+            state = WindowedState.empty(k, v, settings.num_decays, num_features, options)
+        held = {name: state.tensors()[name] for name in PARTS if name in state.tensors()}
+        parts = {name: (tuple(x.shape[1:]), x.dtype) for name, x in held.items()}
+        return PageLayout(heads, state.valid.shape[1], parts)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -71,17 +66,16 @@ class PageLayout:
 
 
 class RotationTable:
-    """Cosines and sines of the rotary embedding by position, and the plan of a batch, which all layers of a model share.
+    """Cosines and sines of the rotary embedding by position, and the plan of a batch, which layers of a model share.
 
     Every layer writes those of its new tokens, so the table has all positions that pages hold. Layers without a rotation
-    to undo use `without_rotation`.
+    to undo share another table, of width 0.
     """
 
     def __init__(self, num_positions: int):
         self.num_positions = num_positions
         self.rows: torch.Tensor | None = None
         self.plan: Any = None
-        self.without_rotation: RotationTable = NoRotation() if num_positions else self
 
     def allocate(self, cos_sin: torch.Tensor) -> None:
         """Allocate the table, unless it exists, for cosines and sines like cos_sin [..., 1, A]."""
@@ -97,19 +91,6 @@ class RotationTable:
         """Return the cosines and sines at int64 positions of any shape, [..., 1, A]; arbitrary at negative positions."""
         assert self.rows is not None
         return self.rows[positions.clamp(min=0)]
-
-
-class NoRotation(RotationTable):
-    """The table of layers that have no rotation to undo: cosines and sines of width 0, [..., 1, 0]."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def write(self, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        pass
-
-    def read(self, positions: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(*positions.shape, 1, 0, device=positions.device)
 
 
 class PagePool:
@@ -152,6 +133,15 @@ class PagePool:
         for name, new in (("k", k), ("v", v)):
             held = self.parts[name]
             held[pages, :, slot[:, None]] = new.unflatten(1, heads).to(held.dtype)
+
+    def put_slots(self, pages: torch.Tensor, slot: torch.Tensor, state: SalientState) -> None:
+        """Copy the keys and values in one slot per head, int64 [N, G], of the states of N requests to their pages [N, P]."""
+        index = slot[..., None, None]
+        slot, head = slot.unflatten(1, (-1, self.layout.heads)), torch.arange(self.layout.heads, device=slot.device)
+        for name in ("k", "v"):
+            held = self.parts[name]
+            new = getattr(state, name).take_along_dim(index, 2).unflatten(1, slot.shape[1:])[..., 0, :]
+            held[pages[..., None], head, slot] = new
 
     def read_keys(self, pages: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         """Return the keys in slots int64 [N] of the pages of N requests, [N, G, D]."""
@@ -215,8 +205,7 @@ class PagedAttention:
             pool.write_token(pages, plan.slot, k, v)
             old_k = pool.read_keys(pages, plan.old_slot)
             k_features = self.map_keys(old_k[:, None], batch.kernel_cos_sin)[:, 0]
-            tensors = PageTensors(**pool.parts)
-            return page_step(q, q_features, k_features, tensors, pages, position, self.decays, self.balance, options)
+            return page_step(q, q_features, k_features, pool.parts, pages, position, self.decays, self.balance, options)
         if batch.first:
             pool.clear(pages[batch.first])
         if batch.opening:
@@ -289,8 +278,11 @@ class PagedSalientAttention:
             pool.clear(pages[batch.first])
         state = self.read_state(pages, batch)
         q, k, v = (x[:, None] for x in tokens[:3])
+        worst = state.rank.min(-1).indices  # the salient token that the step may replace
         o = salient_step(q, k, v, state, self.options, batch.step)
-        pool.put_state(pages, state)
+        pool.put(pages, rank=state.rank, cast=state.cast, final=state.final)
+        for slot in (batch.step.slot[:, None].expand_as(worst), batch.valid.shape[1] + worst):
+            pool.put_slots(pages, slot, state)
         return o[:, 0]
 
     def read_state(self, pages: torch.Tensor, batch: SalientBatch) -> SalientState:

@@ -72,34 +72,23 @@ def test_what_is_missing_is_missed_before_training_and_the_card_names_the_model_
 
 
 STAGE = "{{name: {0}, loss: {0}, steps: 3, lr: 1e-3, seq_len: 32, batch_size: 2, trainable: {1}}}"
+STAGES = {True: [STAGE.format("transfer", "mhla"), STAGE.format("logits", "all")], False: [STAGE.format("lm", "all")]}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A softmax model in bfloat16 with a tokenizer, and a text, on disk."""
-    folder = tmp_path_factory.mktemp("base")
-    save_llama(folder / "model", dtype=torch.bfloat16)
-    (folder / "text.txt").write_text(TRAINING)
-    return folder
-
-
-def test_convert_distill_save(run, base, tmp_path, capsys):
-    recipe, stages = tmp_path / "short.yaml", [STAGE.format("transfer", "mhla"), STAGE.format("logits", "all")]
-    recipe.write_text(f"settings: {{layers: all, block_size: 16}}\nstages: [{', '.join(stages)}]\n")
-    arguments = ["--recipe", recipe, "--model", base / "model", "--data", base / "text.txt", "--out", tmp_path / "x"]
-    for _ in range(2):
-        run("language", *arguments)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
-    assert (type(model).__name__, model.dtype) == ("MHLALlamaForCausalLM", torch.bfloat16)
-    assert (tmp_path / "x" / "tokenizer.json").exists()
-    assert "finished already: nothing to do" in capsys.readouterr().err
-
-
-def test_from_scratch_and_what_is_said_of_a_bad_text(run, refused, base, tmp_path):
-    recipe, settings = tmp_path / "short.yaml", "settings: {preset: tiny, vocab_size: 400}"
-    recipe.write_text(f"{settings}\ntokenizer: {base / 'model'}\nstages: [{STAGE.format('lm', 'all')}]\n")
-    said = refused("language", "--recipe", recipe, "--data", tmp_path / "none.txt", "--out", tmp_path / "out")
+@pytest.mark.parametrize("converts", [True, False])
+def test_a_language_model(run, refused, tmp_path, capsys, converts):
+    model, recipe, out = save_llama(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "short.yaml", tmp_path / "out"
+    scratch = f"settings: {{preset: tiny, vocab_size: 400}}\ntokenizer: {model}\n"
+    settings = "settings: {layers: all, block_size: 16}\n" if converts else scratch
+    recipe.write_text(f"{settings}stages: [{', '.join(STAGES[converts])}]\n")
+    (tmp_path / "text.txt").write_text(TRAINING)
+    arguments = ["--recipe", recipe, *(["--model", model] if converts else []), "--out", out, "--data"]
+    said = refused("language", *arguments, tmp_path / "none.txt")
     expected = r"expected a file, a folder, a dataset, or a list of texts\.\n"
-    assert re.fullmatch(rf"language\.py: data: got '.*none.txt', which does not exist, {expected}", said)
-    run("language", "--recipe", recipe, "--data", base / "text.txt", "--out", tmp_path / "out")
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "MHLAForCausalLM"
+    assert re.search(rf"language\.py: data: got '.*none.txt', which does not exist, {expected}", said)
+    for _ in range(2):
+        run("language", *arguments, tmp_path / "text.txt")
+    assert "finished already: nothing to do" in capsys.readouterr().err
+    trained = AutoModelForCausalLM.from_pretrained(out)
+    name, dtype = ("MHLALlamaForCausalLM", torch.bfloat16) if converts else ("MHLAForCausalLM", torch.float32)
+    assert (type(trained).__name__, trained.dtype) == (name, dtype) and (out / "tokenizer.json").exists()

@@ -3,8 +3,7 @@
 import shutil
 
 import pytest
-from tools.small_scores import HELD_OUT, WINDOW, save_llama, save_mhla, small_tokenizer
-from tools.small_tasks import make_tasks
+from tools.small_scores import HELD_OUT, WINDOW, make_tasks, save_llama, save_mhla, small_tokenizer
 
 FEWSHOT = """
 include: here_cloze.yaml
@@ -36,5 +35,4 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def fresh(world, tmp_path):
-    """The same, to be changed."""
     return shutil.copytree(world, tmp_path / "world", ignore=shutil.ignore_patterns("results.json"))

@@ -94,17 +94,11 @@ def stand_in():
 @pytest.fixture(scope="module")
 def fidelity():
     """torch_fidelity, imported beside the stand-in, which is gone before a test runs: others look for torchvision too."""
-    before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(sys.prefix) / "torch-fidelity")
         for name, module in stand_in().items():
             patch.setitem(sys.modules, name, module)
-        import torch_fidelity
-
-    yield torch_fidelity
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] == "torch_fidelity":
-            del sys.modules[name]
+        return importlib.import_module("torch_fidelity")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Image pipelines and classifiers: sampled as planned, resumed, scored once, never under a name that is not theirs."""
 
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -151,35 +150,35 @@ class Painter:
 
 def save_clip(folder):
     """A CLIP model with its processor: letters as tokens, one layer each, random weights."""
-    folder.mkdir()
     letters, ends = "abcdefghijklmnopqrstuvwxyz", ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: n for n, token in enumerate([*letters, *(f"{one}</w>" for one in letters), *ends])}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = transformers.CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)
+    tokenizer = transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=16)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     start, end = (vocabulary[one] for one in ends)
     text = {**small, "vocab_size": len(vocabulary), "max_position_embeddings": 16}
     text |= {"bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
     vision = {**small, "image_size": 8, "patch_size": 4}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=6)
-    transformers.CLIPModel(config).save_pretrained(folder)
+    model = transformers.CLIPModel(config).eval()
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    transformers.CLIPProcessor(images, tokenizer).save_pretrained(folder)
-    return folder
+    processor = transformers.CLIPProcessor(images, tokenizer)
+    for part in (model, processor):
+        part.save_pretrained(folder)
+    return model, processor
 
 
 def test_the_clip_score_of_a_text_pipeline(tmp_path):
-    clip, prompts = save_clip(tmp_path / "clip"), tmp_path / "prompts.txt"
+    (model, processor), prompts = save_clip(tmp_path / "clip"), tmp_path / "prompts.txt"
     prompts.write_text("a cat\na very long prompt that is cut after the window of the model\n")
-    settings = {"clip": str(clip), "prompts": str(prompts), "images": 6, "samples": str(tmp_path / "samples")}
+    settings = {
+        "clip": str(tmp_path / "clip"),
+        "prompts": str(prompts),
+        "images": 6,
+        "samples": str(tmp_path / "samples"),
+    }
     options = {"recipe": "table_4_text_to_image", "tasks": ["CLIP score"], "settings": settings, "progress": False}
     compared = mhla_hf.evaluate({"sana": Painter()}, batch_size=4, **options)
     (record,) = compared["sana"]
-    model, processor = (
-        transformers.CLIPModel.from_pretrained(clip).eval(),
-        transformers.CLIPProcessor.from_pretrained(clip),
-    )
     values = []
     for number, file in enumerate(sorted((tmp_path / "samples").rglob("*.png"))):
         prompt = prompts.read_text().splitlines()[number % 2]

@@ -13,8 +13,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from safetensors.torch import load_file, save_file
 from tools.launched import launch
-from tools.small_scores import HELD_OUT, WINDOW, save_mhla, small_llama, small_tokenizer
-from tools.small_tasks import make_tasks
+from tools.small_scores import HELD_OUT, WINDOW, make_tasks, save_mhla, small_llama, small_tokenizer
 from transformers import AutoModelForCausalLM
 
 import mhla_hf

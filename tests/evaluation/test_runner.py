@@ -63,7 +63,6 @@ PAPER = {
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_rows_come_out_of_their_parts(name):
-    """With the columns' scores put in, the printed average is what the recipe computes."""
     recipe = read_score_recipe(name)
     cells = dict(zip(recipe.columns, map(float, PAPER[name].split()), strict=True))
     records = [

@@ -37,7 +37,6 @@ def test_side_by_side():
 
 
 def test_what_is_wrong_or_fails_has_its_reason_instead_of_a_speed(monkeypatch, capsys, tmp_path):
-    """Others keep theirs; a wrong result is exit code 1."""
     attend, arguments = bench.Operator.attend, ["--threads", "1", "--out", str(tmp_path / "bench.json")]
     monkeypatch.setattr(bench, "quick_cases", lambda: [GRID, TEXT])
     record = bench.main(arguments)
@@ -61,25 +60,25 @@ def test_what_is_wrong_or_fails_has_its_reason_instead_of_a_speed(monkeypatch, c
     assert "* grid, linear: did not fit the memory of the device" in shown
 
 
-WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 3}
-WAN |= {"ffn_dim": 16, "text_dim": 8, "freq_dim": 16}
-TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
-TINY_LM = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-TINY_LM |= {"vocab_size": 1000}
+DIT = {**bench.DIT, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
+WAN = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 3,
+    "ffn_dim": 16,
+    "text_dim": 8,
+    "freq_dim": 16,
+}
+LM = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 1000}
 VIDEO = bench.Operator("video", Blocks.grid((2, 4, 4), (1, 2, 2)), 1, 2, (12, 12), dtype="float32")
 SQUARE = bench.Operator("grid", Blocks.grid((4, 4), (2, 2)), 1, 2, (8, 8), dtype="float32")
-MODELS = {
-    "dit": bench.WholeModel("dit", {**bench.DIT, **TINY}, SQUARE),
-    "wan": bench.WholeModel("wan", WAN, VIDEO),
-    "lm": bench.WholeModel("lm", TINY_LM, dataclasses.replace(TEXT, dtype="float32")),
-}
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_whole_models(name):
-    case = MODELS[name]
+@pytest.mark.parametrize(("sizes", "operator"), [(DIT, SQUARE), (WAN, VIDEO), (LM, TEXT)], ids=["dit", "wan", "lm"])
+def test_whole_models(sizes, operator):
+    case = bench.WholeModel("model", sizes, dataclasses.replace(operator, dtype="float32"))
     rows = measured(case)["rows"]
-    names = {"softmax", "mhla", "linear (one block)", *(["hybrid 2/3"] if name == "wan" else [])}
+    names = {"softmax", "mhla", "linear (one block)", *(["hybrid 2/3"] if operator is VIDEO else [])}
     assert [row["what"] for row in rows] == [bench.FORWARD, bench.TRAINING] and all(row["failed"] == {} for row in rows)
     assert all(set(row["ms"]) == names and row["error"]["mhla"] > 0 for row in rows)
     case = dataclasses.replace(case, operator=dataclasses.replace(case.operator, dtype="bfloat16"))

@@ -5,15 +5,18 @@ import importlib
 import io
 import json
 import math
+import re
 import statistics
 
 import pytest
+from tools.small_scores import HELD_OUT
 
 import mhla_hf
 from experiments.demo import lookups, toy
 from experiments.demo.report import collect, render_report, tokens_to_loss
-from experiments.demo.text import hold_out, read_text
+from experiments.demo.text import hold_out, make_tokenizer, read_text
 from experiments.demo.toy import FULL, Toy, run_toy
+from mhla_hf.evaluation.recall import choose_words
 from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import check_card
 
@@ -51,7 +54,6 @@ def short(tmp_path_factory):
 
 
 def run(out, **options):
-    """What a demo of all students prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run_toy(out, full=True, progress=False, **options)
     return printed.getvalue()
@@ -59,7 +61,6 @@ def run(out, **options):
 
 @pytest.fixture(scope="module")
 def journey(short, tmp_path_factory):
-    """The folder of a demo that was run to its end, and what it printed."""
     out = tmp_path_factory.mktemp("journey") / "out"
     return out, run(out)
 
@@ -81,11 +82,7 @@ def test_what_lies_in_out_and_run_again_it_trains_and_measures_nothing(journey):
     assert [path.name for path in out.rglob("*") if ".tmp-" in path.name or path.suffix in (".state", ".start")] == []
     assert json.loads((out / "mhla" / "train.json").read_text())["steps"] == 6
     check_card(out / "mhla")
-    card = (out / "mhla" / "README.md").read_text()
-    assert "license: apache-2.0" in card and "plain linear" in card
-    assert render_report(results) in printed
-    for label in ("softmax teacher", "MHLA", "plain linear", "hybrid 1 in 4"):
-        assert label in printed
+    assert render_report(results) in printed and "hybrid 1 in 4" in printed
     assert "loaded as transformers_modules." in printed and "logits equal bit for bit" in printed
     kept = [path for name in FULL for path in (out / name).iterdir() if path.name != "README.md"]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in kept if path.name != "card.json"}
@@ -139,7 +136,6 @@ def test_held_out_text_is_not_trained_on():
 
 
 def test_a_measured_start_is_not_measured_again(journey, tmp_path, monkeypatch):
-    """Stopped in the distillation after it, the demo goes on from what was measured."""
     measured, distilled = [], []
 
     def convert(model, text=None, keep=None, **settings):
@@ -180,3 +176,20 @@ def test_tokens_to_a_loss():
     curve = [{"stage": "transfer", "loss": 0.0, "tokens": 1}]
     curve += [{"stage": "distill", "loss": loss, "tokens": 10 * n} for n, loss in enumerate((9, 8, 7, 6, 5, 4, 3), 1)]
     assert [tokens_to_loss(curve, goal) for goal in (7.0, 5.9, 4.9)] == [50, 70, None]
+
+
+def test_a_name_comes_back_with_its_last_value_and_the_text_is_kept(monkeypatch):
+    words = choose_words(make_tokenizer(read_text()[0][:100_000], 600, 256))
+    monkeypatch.setattr(lookups, "LEAST", 2 * len(HELD_OUT))
+    added = lookups.add_lookups(HELD_OUT, words)
+    lookup = re.compile(r"- (\w+) (\w+)\n")
+    lines = added.splitlines(keepends=True)
+    known, back, new = {}, 0, 0
+    for line in lines:
+        if (found := lookup.fullmatch(line)) and found[1] in words[0]:
+            back += known.get(found[1]) == found[2]
+            new += known.get(found[1]) != found[2]
+            known[found[1]] = found[2]
+    assert back > new > 20
+    kept = "".join(line for line in lines if not ((found := lookup.fullmatch(line)) and found[1] in words[0]))
+    assert kept == 2 * HELD_OUT and added[: len(added) // 2] != added[len(added) // 2 :]

@@ -28,7 +28,6 @@ def arguments(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def short():
-    """Rows of 512 tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("mhla_hf.conversion.language"), "ROW_TOKENS", 512)
         yield
@@ -41,7 +40,6 @@ def finished(arguments, short):
 
 
 def test_stopped_it_goes_on_to_the_end(arguments, monkeypatch, capsys):
-    """Every part shows a bar, and how long the whole takes."""
     scores, judged = steps.Journey.scores_of, []
 
     def stop_at_the_third(journey, *rest):
@@ -84,7 +82,6 @@ def test_the_table_is_printed_as_readme_shows_it(finished):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
 def test_the_adapter_says_what_it_is(finished):
-    """Its README has the table, and the lines in it run."""
     results, out = finished
     card = (out / "adapter" / "README.md").read_text(encoding="utf-8")
     assert steps.render_short(results) in card and "Made by `python -m experiments.demo " in card

@@ -18,13 +18,11 @@ LONGEST = 1200  # words of a page that somebody wrote
 
 @pytest.mark.parametrize("document", sorted({*DOCUMENTS, *PAGES}))
 def test_every_table_is_rendered_from_its_file_and_no_page_is_too_long_to_read(document):
-    """What `make docs` would write is there already."""
     assert render(TEXTS[document]) == TEXTS[document]
     assert document not in PAGES or len(TABLE.sub("", TEXTS[document]).split()) <= LONGEST
 
 
 def test_the_readme_comes_to_the_point():
-    """Its words, how far down the first code is, and its tables as they are shown, in rows and columns."""
     text = TEXTS["README.md"]
     assert {"make demo", "make test"} <= {*re.findall(r"^make \w+", text, flags=re.MULTILINE)}
     assert len(text.split()) <= 900 and "```python" in text.splitlines()[:40]
@@ -35,7 +33,6 @@ def test_the_readme_comes_to_the_point():
 
 
 def test_every_picture_and_record_is_used():
-    """By a page, a notebook, or the code that renders or makes it."""
     users = [*PAGES, "README.md", *(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))]
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in users)
     for path in (ROOT / "docs").rglob("*.*"):
@@ -43,7 +40,6 @@ def test_every_picture_and_record_is_used():
 
 
 def test_the_picture_compares_with_the_fair_window_first(monkeypatch):
-    """It takes at least as many bytes, to less than a block."""
     drawn = []
     monkeypatch.setattr(docs, "plot_gains", lambda path, time, cache, quality, titles: drawn.append(quality))
     docs.draw_gains(ROOT / "docs/gains.png")

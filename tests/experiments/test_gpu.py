@@ -35,7 +35,6 @@ def test_every_kind_of_call_has_a_definition(errors_of, kind, number):
 
 
 def test_kernels_are_rows_and_so_are_failures(monkeypatch):
-    """In the interpreter: right, wrong, failed and too late."""
     monkeypatch.setattr(gpu, "SEQUENCE", Blocks.sequence(50, 16))
     rows = gpu.check_kernels("cpu", **FEW)
     made = itertools.product(("bfloat16", "float32"), ("sequence", "window", "pages"))

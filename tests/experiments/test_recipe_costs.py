@@ -41,7 +41,6 @@ def test_what_a_stage_takes_in_weights_moments_and_states(name):
 
 
 def test_counted_multiply_adds_are_the_formula():
-    """One small model by hand: stem, projections and MLP, summaries, mixing, outputs, position convolution, classifier."""
     model, t, d, m = small_classifier(), 256, 24, 16
     layer = t * (4 * d * d + 8 * d * d) + t * d * 9
     attention = t * d * 8 + m * m * d * 8 + t * d * 8 + m * m * d + t * d

@@ -10,20 +10,12 @@ TINY |= {"num_attention_heads": 3, "num_key_value_heads": 3}
 
 
 def test_measured_and_rendered(monkeypatch, tmp_path):
-    """One short round, without a compiler."""
     for name, value in {"STEPS": 2, "ROUNDS": 1, "PREFILLED": 80}.items():
         monkeypatch.setattr(speed, name, value)
     monkeypatch.setattr(speed.torch, "compile", lambda model, **options: model)
     settings = {"softmax_heads": {"1": [2]}, "block_size": 8}
-    options = {
-        "lengths": (96, 1600),
-        "batches": (1, 2),
-        "prefill": (96,),
-        "training": (96,),
-        "threads": 1,
-        "out": tmp_path / "speed.json",
-    }
-    record = speed.run(argparse.Namespace(**options), "", TINY, **settings)
+    options = {"lengths": (96, 1600), "batches": (1, 2), "prefill": (96,), "training": (96,), "threads": 1}
+    record = speed.run(argparse.Namespace(**options, out=tmp_path / "speed.json"), "", TINY, **settings)
     assert json.loads((tmp_path / "speed.json").read_text())["rows"] == record["rows"]
     assert record["rows"][3]["MHLA"]["bytes"] < record["rows"][3]["softmax"]["bytes"] / 2
     assert [(row["length"], row["batch"]) for row in record["rows"]] == [(96, 1), (1600, 1), (96, 2), (1600, 2)]

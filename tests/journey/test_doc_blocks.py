@@ -140,7 +140,6 @@ def here(tmp_path, monkeypatch):
 
 
 def check_calls(block):
-    """Import what it imports, and hold the calls of imported names against their signatures."""
     tree, names = ast.parse(block), {"mhla_hf": mhla_hf}
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), "imports", "exec"), names)

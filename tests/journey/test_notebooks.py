@@ -39,7 +39,6 @@ def run(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_outputs_are_kept(name):
-    """A picture first, then what each cell printed, and nothing of the machine that ran it."""
     content = json.loads((NOTEBOOKS / name).read_text(encoding="utf-8"))
     cells = content["cells"]
     assert len(cells) <= 25 and "![" in "".join(cells[0]["source"]) and content["metadata"]["kernelspec"]

@@ -21,7 +21,6 @@ LANGUAGE = "language_cpu"
 
 @pytest.fixture
 def questions(shelf, monkeypatch):
-    """What is asked at the terminal; every answer is yes."""
     asked = []
     monkeypatch.setattr(builtins, "input", lambda question="": asked.append(question) or "y")
     return asked

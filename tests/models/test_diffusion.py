@@ -1,25 +1,195 @@
-"""Diffusers pipelines with MHLA: conversion, grids of any size, saving and loading, and what is refused."""
+"""Diffusers transformers of every family, and their pipelines, with MHLA: what they compute, saving and loading, refusals.
 
+A family computes the same as its stock code around another attention.
+"""
+
+import contextlib
 import copy
 import json
 import re
+from unittest import mock
 
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
+from diffusers.models.transformers import transformer_kandinsky
 from tools.elsewhere import check_elsewhere
+from tools.model_checks import checkpointing_changes_nothing
+from tools.ops_cases import distance
 from tools.small_models import refused, shaken
-from tools.tiny_grid_pipelines import GRID_PIPELINES
+from tools.tiny_grid_pipelines import GRID_PIPELINES, bare
 from tools.tiny_grids import SIZES
-from tools.tiny_joint import JOINT_SIZES
+from tools.tiny_joint import JOINT_SIZES, PACKED, VIDEOS, joint_size
 from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, at_fresh_addresses, generate, inputs, tiny_transformer
 
 import mhla_hf
 from mhla_hf.models.diffusion.inputs import find_self_attentions
+from mhla_hf.ops.blocks import Blocks
+
+ALL = {**SIZES, **JOINT_SIZES}
+SOFTMAX = F.scaled_dot_product_attention
+PAPER = {"rope": "after", "normalize": False, "output_norm": True}
 
 
 def converted(family="wan", **settings):
     return shaken(mhla_hf.convert(tiny_transformer(family), **settings))
+
+
+class FullPrecision:
+    """The module `torch` for Kandinsky 5, which rounds rotated q and k to bf16 in any dtype."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def attention_inside(model, layers, attend):
+    """Call `attend(layer, q, k, v)` in place of the softmax of some layers; [B, H, T, K], q and k rotated."""
+    active = []
+
+    def choose(query, key, value, *args, **options):
+        return attend(active[-1], query, key, value) if active else SOFTMAX(query, key, value, *args, **options)
+
+    for index in layers:
+        attention = find_self_attentions(model)[index]
+        attention.register_forward_pre_hook(lambda *args, index=index: active.append(index))
+        attention.register_forward_hook(lambda *args: active.clear())
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", choose),
+        mock.patch.object(transformer_kandinsky, "torch", FullPrecision()),
+    ):
+        yield
+
+
+def latents_of(family, frames=3, rows=5, columns=7):
+    """Size of the latents whose grid has this many tokens along each axis."""
+    if family.startswith("ltx"):
+        return frames, rows, columns
+    size = (frames, 2 * rows, 2 * columns)
+    return size[1:] if family == "hunyuan-dit" else size
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frames", [3, 1])
+@pytest.mark.parametrize("family", SIZES)
+def test_the_paper_s_form_is_its_definition(family, frames):
+    """T x T, features rotated, blocks of unequal sizes; a single frame has one block along time."""
+    model, stock = tiny_transformer(family), tiny_transformer(family)
+    axes = 2 if family in ("latte", "hunyuan-dit") else 3
+    shaken(mhla_hf.convert(model, layout=[2, 2, 3][-axes:], **PAPER))
+    layers = model.config.mhla["layers"]
+    cores = [getattr(attention.processor, "mhla", None) for attention in find_self_attentions(model)]
+    size, layout = ((frames, 5, 7), (min(2, frames), 2, 3)) if axes == 3 else ((5, 7), (2, 3))
+    block = Blocks.grid(size, layout).index()
+
+    def attend(index, q, k, v):
+        mixing = cores[index].mixing.weight.softmax(-1)
+        if layout[0] == 1:
+            mixing = mixing.view(2, 6, 2, 6).mean((0, 2))
+        o = (q @ k.mT) * mixing[block][:, block] @ v * q.shape[-1] ** -0.5
+        return o * (o.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * cores[index].norm.weight
+
+    for index in layers:
+        attention = find_self_attentions(stock)[index]
+        for names in (("norm_q", "query_norm", "to_q"), ("norm_k", "key_norm", "to_k")):
+            last = next(part for part in (getattr(attention, name, None) for name in names) if part is not None)
+            last.register_forward_hook(lambda module, args, output: output.relu() + 1e-6)
+    arguments = inputs(family, latents_of(family, frames), batch=2)
+    with attention_inside(stock, layers, attend):
+        converted, expected = model(**arguments).sample, stock(**arguments).sample
+    assert distance(converted, expected) <= 1e-5
+    assert model.mhla_state.grid is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_a_converted_transformer_of_this_family(family, tmp_path):
+    """It is the same object with the weights of the base; a batch is its samples; and bf16 from a folder is near."""
+    model, stock = tiny_transformer(family), tiny_transformer(family)
+    assert mhla_hf.convert(model, gate=True, cpe=3) is model and type(model).__name__ == f"MHLA{type(stock).__name__}"
+    state, before, kind = model.state_dict(), stock.state_dict(), model.family.kind
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    layers = [i for i in range(len(find_self_attentions(model))) if i % 3 or kind.defaults["layers"] == "all"]
+    assert model.config.mhla["layers"] == layers
+    for index, pair in enumerate(zip(find_self_attentions(model), find_self_attentions(stock), strict=True)):
+        assert index in layers or len({type(attention.processor) for attention in pair}) == 1, index
+    added = [name.partition(".processor.mhla.")[2] for name in state.keys() - before.keys()]
+    names = {"mixing.weight", "gate.weight", "gate.bias", "cpe.conv.weight", "cpe.conv.bias"}
+    names |= {"norm.weight"} if model.config.mhla["output_norm"] else set()
+    names |= {"mixing.balance", "q_map.weight", "k_map.weight"} if kind.joint else set()
+    assert sorted(added) == sorted([*names] * len(layers))
+    for name in ("attn_processors", "set_attn_processor", "fuse_qkv_projections", "unfuse_qkv_projections"):
+        assert hasattr(model, name) == hasattr(stock, name), name
+
+    shaken(model)
+    arguments = inputs(family, batch=2)
+    both = model(**arguments).sample
+    assert model.mhla_state.grid is None and distance(both, stock(**arguments).sample) > 1e-3
+    for row in range(2):
+        by_row = [name for name, x in arguments.items() if isinstance(x, torch.Tensor | list) and len(x) == 2]
+        alone = {**arguments, **{name: arguments[name][row : row + 1] for name in by_row}}
+        assert distance(model(**alone).sample, both[row : row + 1]) <= 1e-5
+
+    model.save_pretrained(tmp_path)
+    half = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    for name, value in half.named_parameters():
+        if ".mhla." in name:
+            assert value.dtype == (torch.float32 if ".mixing." in name else torch.bfloat16), name
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    output = half(**{**arguments, **{name: x.bfloat16() for name, x in tensors.items()}}).sample
+    assert output.dtype == torch.bfloat16 and distance(output.float(), both) <= 0.1
+
+
+@pytest.mark.parametrize("family", [family for family in ALL if ALL[family][0]._supports_gradient_checkpointing])
+def test_checkpointing_changes_no_gradient(family):
+    model = converted(family, layers="all", gate=True, cpe=3).train()
+    arguments = inputs(family, batch=2)
+    if family == "chroma":  # diffusers drops it from single blocks that are checkpointed
+        del arguments["attention_mask"]
+    grads = checkpointing_changes_nothing(model, lambda model: model(**arguments).sample.square().mean(), (1e-5, 1e-7))
+    assert all(grads[name].abs().max() > 0 for name, _ in model.named_parameters() if ".mhla." in name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "layout"), [(1, [1, 1, 1]), (2, [2, 2, 2]), (3, [2, 2, 3])])
+@pytest.mark.parametrize("family", JOINT_SIZES)
+def test_all_blocks_near_is_stock(family, window, layout):
+    """A batch of two texts, one of them padded if the family has masks, on an odd grid."""
+    model, stock = tiny_transformer(family), tiny_transformer(family)
+    mhla_hf.convert(model, layers="all", window=window, layout=layout if family in VIDEOS else layout[1:])
+    arguments = inputs(family, joint_size(family, 3, 5, 7), batch=2)
+    assert distance(model(**arguments).sample, stock(**arguments).sample) <= 1e-5
+    assert model.mhla_state.grid is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", PACKED)
+def test_images_to_edit_share_the_blocks_of_the_new_image(family):
+    """As in Flux Kontext and Qwen-Image-Edit: with all blocks near, as stock; without MHLA's far blocks, otherwise."""
+    model, stock = tiny_transformer(family), tiny_transformer(family)
+    mhla_hf.convert(model, layers="all", window=2, layout=[2, 2])
+    arguments = inputs(family, [(5, 7), (4, 3), (2, 6)], batch=2)
+    expected = stock(**arguments).sample
+    assert expected.shape[1] == 59 and distance(model(**arguments).sample, expected) <= 1e-5
+    local = mhla_hf.convert(tiny_transformer(family), layers="all", window=1, layout=[2, 2])
+    assert distance(local(**arguments).sample, expected) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "encoder"), [("flux", "image_encoder_pretrained_model_name_or_path"), ("sd3", "image_encoder_folder")]
+)
+def test_an_ip_adapter_is_an_error_when_it_is_loaded(family, encoder):
+    """One layer is MHLA: the softmax layers would take it, and sampling would fail."""
+    pipe = bare({"flux": diffusers.FluxPipeline, "sd3": diffusers.StableDiffusion3Pipeline}[family], family)
+    mhla_hf.convert(pipe, layers=[1])
+    processors = pipe.transformer.attn_processors
+    weights = {"image_proj": {"w": torch.zeros(1)}, "ip_adapter": {"w": torch.zeros(1)}}
+    with refused("model: got MHLA", "no IP-Adapter"):
+        pipe.load_ip_adapter(weights, weight_name=None, **{encoder: None})
+    assert all(found is processors[name] for name, found in pipe.transformer.attn_processors.items())
 
 
 @pytest.mark.parametrize(("family", "layout"), [("sana", [2, 8]), ("sana-video", [3, 4, 4])])
@@ -30,48 +200,20 @@ def test_uniform_mixing_is_sana_as_it_was(family, layout):
     assert (generate(pipe) - stock).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("family", TRANSFORMERS)
-def test_base_weights_are_carried_over_exactly_and_the_object_stays(family):
-    model = tiny_transformer(family)
-    stock = {name: value.clone() for name, value in model.state_dict().items()}
-    result = mhla_hf.convert(model, gate=True, cpe=3)
-    assert result is model and type(model).__name__ == f"MHLA{TRANSFORMERS[family][0].__name__}"
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in stock.items())
-    added = set(state) - set(stock)
-    layers, kind = range(len(find_self_attentions(model))), model.family.kind
-    assert model.config.mhla["layers"] == [i for i in layers if i % 3 or kind.defaults["layers"] == "all"]
-    names = {"mixing.weight", "gate.weight", "gate.bias", "cpe.conv.weight", "cpe.conv.bias"}
-    names |= {"norm.weight"} if model.config.mhla["output_norm"] else set()
-    names |= {"mixing.balance", "q_map.weight", "k_map.weight"} if kind.joint else set()
-    assert all(".processor.mhla." in name for name in added)
-    assert {name.split(".mhla.")[1] for name in added} == names
-    assert len(added) == len(names) * len(model.config.mhla["layers"])
-    with torch.no_grad():
-        output = model(**inputs(family)).sample
-    assert torch.isfinite(output).all() and model.mhla_state.grid is None
-    for name in ("attn_processors", "set_attn_processor", "fuse_qkv_projections", "unfuse_qkv_projections"):
-        assert hasattr(model, name) == hasattr(TRANSFORMERS[family][0], name), name
-
-
 def test_two_resolutions_in_one_training_step_with_checkpointing():
     """As many tokens in both: a grid left behind would not raise, it would only be wrong."""
-    sizes = [(1, 8, 16), (1, 16, 8), (3, 8, 10)]
-    alone = []
-    for size in sizes:
-        model = converted("wan", layout=[1, 4, 2])
-        model(**inputs("wan", size)).sample.square().mean().backward()
-        alone.append({name: value.grad for name, value in model.named_parameters()})
-    model = converted("wan", layout=[1, 4, 2]).train()
-    model.enable_gradient_checkpointing()
-    losses = [model(**inputs("wan", size)).sample.square().mean() for size in sizes]
+    sizes, model = [(1, 8, 16), (1, 16, 8), (3, 8, 10)], converted("wan", layout=[1, 4, 2])
+
+    def gradients(*sizes):
+        losses = [model(**inputs("wan", size)).sample.square().mean() for size in sizes]
+        assert model.mhla_state.grid is None
+        return torch.autograd.grad(sum(losses), [*model.parameters()], allow_unused=True, materialize_grads=True)
+
+    alone = zip(*(gradients(size) for size in sizes), strict=True)
+    model.train().enable_gradient_checkpointing()
+    for together, each in zip(gradients(*sizes), alone, strict=True):
+        torch.testing.assert_close(together, sum(each), rtol=1e-5, atol=1e-6)
     assert model.mhla_state.grid is None
-    sum(losses).backward()
-    assert model.mhla_state.grid is None
-    for name, value in model.named_parameters():
-        expected = [one[name] for one in alone]
-        if expected[0] is not None:
-            torch.testing.assert_close(value.grad, sum(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_grid_is_restored_when_a_block_fails():

@@ -236,10 +236,11 @@ def test_int8_weights_quantize_the_gate_and_not_the_mixing(kind, tmp_path):
 
 
 OFFLOADED = [family for family in [*SIZES, *JOINT_SIZES] if family != "hunyuan-dit"]
-OTHERS = [("block_level", "wan"), ("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
+OTHERS = [("leaf_level", "sana"), ("sequential", "pixart"), ("model", "wan")]
+OTHERS += [("block_level", family) for family in ("wan", "ltx", "flux")]
 
 
-@pytest.mark.parametrize(("kind", "family"), [*OTHERS, *itertools.product(("block_level", "leaf_level"), OFFLOADED)])
+@pytest.mark.parametrize(("kind", "family"), [*OTHERS, *itertools.product(["leaf_level"], OFFLOADED)])
 def test_offloading_gives_the_same_numbers(kind, family):
     model = converted(family, cpe=3)
     before = run(model, family)

@@ -62,7 +62,7 @@ def test_a_converted_encoder_of_this_type(model_type, form, tmp_path):
 
     if form is not MATRIX:  # what fits the window is softmax, bit for bit, and nothing else runs
         real = torch.arange(8) < torch.tensor([8, 5, 1])[:, None]
-        with mock.patch("mhla_hf.nn.windowed.two_way_attention", side_effect=AssertionError):
+        with mock.patch("mhla_hf.nn.windowed.windowed_attention", side_effect=AssertionError):
             for given in ({}, {"attention_mask": real.long()}):
                 outputs = [one(IDS[:, :8], **given).last_hidden_state for one in (model, soft)]
                 assert torch.equal(*(output[real] for output in outputs))

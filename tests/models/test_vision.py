@@ -80,37 +80,31 @@ def test_linear_stage_is_the_published_formula():
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_only_mhla_is_new(name):
-    soft = softmax_tower(name)
-    before = soft.state_dict()
-    model = mhla_hf.convert(softmax_tower(name))
+def test_a_converted_tower(name, tmp_path):
+    """Only MHLA is new, with blocks of the grid and of what stands before it; saved, loaded, copied, and pickled."""
+    soft, model = softmax_tower(name), converted_tower(name, per_head=True)
+    before, after = soft.state_dict(), model.state_dict()
     assert type(model).__name__ == f"MHLA{name}" and isinstance(model, type(soft))
-    after = model.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert all(".mhla." in key for key in after.keys() - before.keys())
     assert model.config.mhla["layers"] == [0, 1] and model.config.mhla["layout"] == [4, 4]
     prefix = PREFIXES[type(soft.config).__name__.removesuffix("Config")]
     assert prefix_tokens(model.config) == prefix
     sizes = {tuple(attn.mhla.mixing.weight.shape) for attn in find_grid_attentions(model).values()}
-    assert sizes == {(16 + (prefix > 0),) * 2}
+    assert sizes == {(4, *(16 + (prefix > 0),) * 2)}
 
-
-@pytest.mark.parametrize("name", TOWERS)
-def test_saved_loaded_copied_pickled(name, tmp_path):
-    model = converted_tower(name, per_head=True)
     expected = output_of(model, images())
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="these are no weights of a softmax model"):
-        getattr(transformers, name).from_pretrained(tmp_path)
+        type(soft).from_pretrained(tmp_path)
     auto = AutoModelForImageClassification if "ForImageClassification" in name else AutoModel
     if name not in ("DeiTForImageClassificationWithTeacher", "CLIPVisionModelWithProjection"):
         loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert type(loaded) is type(model) and torch.equal(output_of(loaded, images()), expected)
     loaded = getattr(mhla_hf, f"MHLA{name}").from_pretrained(tmp_path)
-    assert torch.equal(output_of(loaded, images()), expected)
-    assert torch.equal(output_of(copy.deepcopy(model), images()), expected)
-    assert torch.equal(output_of(pickle.loads(pickle.dumps(model)), images()), expected)
+    for one in (loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(output_of(one, images()), expected)
 
 
 @pytest.mark.parametrize("name", ["digits", "stages", "ViTForImageClassification"])

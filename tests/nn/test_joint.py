@@ -1,7 +1,6 @@
 """Attention over a text and a grid: its definition as a T x T computation."""
 
 import dataclasses
-from itertools import product
 from math import prod
 
 import torch
@@ -11,17 +10,8 @@ from hypothesis import strategies as st
 from tools.ops_cases import distance, generated
 
 from mhla_hf import MHLASettings
-from mhla_hf.nn.joint import JointMHLA, TextTokens, split_grids
-
-
-def block_places(grid, layout):
-    """The place of the block of each token along each axis, as `numpy.array_split` cuts axes: list of tuples."""
-    if isinstance(grid[0], tuple):
-        counts = [min(sizes) for sizes in zip(layout, *grid, strict=True)]
-        return [place for image in grid for place in block_places(image, counts)]
-    parts = [torch.arange(n).tensor_split(min(n, m)) for n, m in zip(grid, layout, strict=True)]
-    by_axis = [[i for i, part in enumerate(axis) for _ in part] for axis in parts]
-    return list(product(*by_axis))
+from mhla_hf.nn.joint import JointMHLA, TextTokens
+from mhla_hf.ops.blocks import Blocks
 
 
 def turn(x):
@@ -34,11 +24,10 @@ def turn(x):
 def definition(core, heads, text, grid, text_bias, dtype, rotate):
     """The outputs of all tokens, those of the text first, and the averages of |v| by their weights, T x T."""
     settings, num_text, (q, k, v) = core.settings, text_bias.shape[1], heads
-    places = block_places(grid, settings.layout)
-    counts = [min(sizes) for sizes in zip(settings.layout, *split_grids(grid), strict=True)]
-    index = torch.tensor([sum(p * prod(counts[i + 1 :]) for i, p in enumerate(place)) for place in places])
-    mixing, balance = core.mixing(counts)
-    gap = (torch.tensor(places)[:, None] - torch.tensor(places)).abs().amax(-1)
+    blocks = Blocks.grid(grid[0], settings.layout, others=grid[1:])
+    index, (mixing, balance) = blocks.index(), core.mixing(blocks.counts)
+    place = torch.stack(torch.unravel_index(index, blocks.counts), -1)
+    gap = (place[:, None] - place).abs().amax(-1)
     near = gap < settings.window if settings.windowed else torch.zeros_like(gap, dtype=torch.bool)
     rotated = [rotate(x).to(dtype).double() for x in (q, k)]
     q, k = (q, k) if settings.rope == "near" else rotated

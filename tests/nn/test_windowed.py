@@ -1,15 +1,24 @@
-"""The core by decays, over long texts and in half precision, and that of encoders against its definition."""
+"""The cores by decays and with salient tokens, in half precision and beside padding; that of encoders by definition."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.ops_cases import distance, generated, strided, windowed_cases
+from tools.ops_cases import (
+    check_that_padding_may_hold_anything,
+    distance,
+    generated,
+    salient_cases,
+    strided,
+    windowed_cases,
+)
 
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.nn.core import MHLA
+from mhla_hf.nn.salient import SalientCore
 from mhla_hf.nn.settings import MHLASettings
 from mhla_hf.nn.windowed import DecayMHLA, TwoWayMHLA
 from mhla_hf.ops.windowed.definition import windowed_reference
@@ -47,18 +56,25 @@ def test_a_dropped_window_changes_training_alone():
     assert cache.state.position.tolist() == [40]
 
 
-@generated(50)
-@given(case=windowed_cases(), dense=st.booleans(), share=st.sampled_from([0.3, 0.7, 1.0]))
+@generated(100)
+@given(case=windowed_cases() | salient_cases(), dense=st.booleans(), share=st.sampled_from([0.3, 0.7, 1.0]))
 @torch.no_grad()
 def test_generated_padding_in_a_cache(case, dense, share):
-    """Each row is the row alone, wherever its padding stands, however it is fed and whatever is taken back."""
+    """Each row is the row alone, wherever its padding stands, however it is fed and whatever is taken back.
+
+    Salient tokens in fp64, because rounding in fp32 could change which they are, and without crops, which leave votes.
+    """
     torch.manual_seed(case["seed"])
     options, (batch, tokens), (heads, groups) = case["options"], case["shape"], case["heads"]
-    near = {} if dense else {"mixing_form": "decay", "windowed": case["softmax"]}
-    near |= {"num_decays": len(case["log_rate"]), "block_size": options.block_size, "sinks": options.sinks}
-    sizes = {"num_heads": heads, "num_kv_heads": groups, "key_dim": 4, "value_dim": 3, "hidden_size": 8}
-    core = (MHLA if dense else DecayMHLA)(MHLASettings(feature_map="relu", impl="torch", num_blocks=3, **near), **sizes)
-    inputs = [torch.randn(batch, tokens, count, width) for count, width in ((heads, 4), (groups, 4), (groups, 3))]
+    near = {"windowed": case["softmax"], "window": options.window, "sinks": options.sinks, "salient": options.salient}
+    near |= {"mixing_form": "decay", "num_decays": len(case["log_rate"])}
+    near = {} if dense and not options.salient else near
+    settings = MHLASettings(feature_map="relu", impl="torch", num_blocks=3, block_size=options.block_size, **near)
+    core = {"matrix": MHLA, "decay": DecayMHLA, "salient": SalientCore}[settings.core]
+    core = core(settings, num_heads=heads, num_kv_heads=groups, key_dim=4, value_dim=3, hidden_size=8)
+    dtype, bound = (torch.float64, 1e-11) if options.salient else (torch.float32, 1e-5)
+    shapes = ((heads, 4), (groups, 4), (groups, 3))
+    inputs = [torch.randn(batch, tokens, *shape, dtype=dtype) for shape in shapes]
     inputs = [strided(x) if case["strided"] else x for x in inputs]
     real, cache, columns, o, fed = torch.rand(batch, tokens) < share, MHLACacheLayer(), [], inputs[0][:, :0, :, :3], 0
     for count, back in case["plan"]:
@@ -75,9 +91,9 @@ def test_generated_padding_in_a_cache(case, dense, share):
             own = kept[row]
             if own.any():
                 alone = core(*(x[row : row + 1, own] for x in whole))
-                assert distance(o[row : row + 1, own], alone) <= 1e-5
-                assert distance(together[row : row + 1, own], alone) <= 1e-5
-        back = min(back, options.block_size)
+                assert distance(o[row : row + 1, own], alone) <= bound
+                assert distance(together[row : row + 1, own], alone) <= bound
+        back = 0 if options.salient else min(back, options.block_size)
         try:
             cache.crop(-back)
         except ValueError:
@@ -119,3 +135,58 @@ def test_two_ways_near_by_softmax_and_far_by_decays(window, heads, groups):
     grads = [torch.autograd.grad((x * pull)[REAL].sum(), leaves, **options) for x in (o, expected)]
     for found, wanted in zip(*grads, strict=True):
         assert distance(found, wanted) < 1e-6 or float(found.abs().max()) == float(wanted.abs().max()) == 0
+
+
+def make_salient(**settings):
+    settings = {"block_size": 4, "sinks": 2, "window": 2, "salient": 3, **settings}
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "key_dim": 6, "value_dim": 5}
+    return SalientCore(MHLASettings(mixing_form="decay", windowed=True, **settings), **sizes)
+
+
+def inputs(tokens, batch=2):
+    return [torch.randn(batch, tokens, heads, width) for heads, width in ((4, 6), (2, 6), (2, 5))]
+
+
+def in_pieces(core, tensors, tokens):
+    """The outputs for a prompt of 30 tokens and then token by token, and the cache."""
+    cache, cuts = MHLACacheLayer(), itertools.pairwise([0, *range(30, tokens + 1)])
+    return torch.cat([core(*(x[:, a:b] for x in tensors), cache=cache) for a, b in cuts], 1), cache
+
+
+def test_salient_tokens_have_no_parameters():
+    assert not list(make_salient().parameters()) and not make_salient().state_dict()
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_beside_salient_tokens_may_hold_anything(side, window):
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[1, :11] = False
+    real = real if side == "left" else real.flip(1)
+    check_that_padding_may_hold_anything(make_salient(window=window), inputs(40), real)
+
+
+@torch.no_grad()
+def test_autocast_changes_nothing_of_salient_tokens():
+    core, tensors = make_salient(), inputs(40)
+    expected = core(*tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        decoded, cache = in_pieces(core, tensors, 40)
+        assert torch.equal(core(*tensors), expected)
+    assert all(x.dtype != torch.bfloat16 for x in cache.state.tensors().values())
+    assert distance(decoded, expected) <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_salient_tokens_in_half_precision(dtype):
+    """Rounding changes which tokens are salient, so all are: 12 blocks of the 4 tokens each."""
+    core, tensors = make_salient(salient=48), inputs(48)
+    expected, halves = core(*tensors), [x.to(dtype) for x in tensors]
+    for o in (core(*halves), in_pieces(core, halves, 48)[0]):
+        assert o.dtype == dtype and distance(o, expected) <= 1e-2
+
+
+def test_another_scale_of_salient_tokens_is_used():
+    core, (q, k, v) = make_salient(), inputs(40)
+    assert distance(core(q, k, v, scale=0.3), core(q * (0.3 * 6**0.5), k, v)) <= 1e-5

@@ -10,22 +10,28 @@ from hypothesis import strategies as st
 
 from mhla_hf.ops.blocks import Blocks
 
+AXES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=3)
+
 
 @settings(max_examples=200, derandomize=True, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=3), st.integers(0, 4))
-def test_grid_is_cut_as_numpy_cuts(axes, prefix):
-    shape, counts = [size for size, _ in axes], [count for _, count in axes]
-    blocks = Blocks.grid(shape, counts, prefix=prefix)
-    clamped = [min(size, count) for size, count in axes]
-    expected = numpy.zeros(shape, dtype=int)
-    for axis, (size, count) in enumerate(zip(shape, clamped, strict=True)):
-        along = numpy.concatenate([[i] * len(part) for i, part in enumerate(numpy.array_split(range(size), count))])
-        expected = expected * count + along.reshape([-1 if a == axis else 1 for a in range(len(shape))]).astype(int)
-    expected = numpy.concatenate([numpy.zeros(prefix, dtype=int), expected.flatten() + (prefix > 0)])
+@given(AXES, st.integers(0, 4), st.booleans())
+def test_grids_are_cut_as_numpy_cuts(axes, prefix, with_other):
+    shape, counts, other = zip(*axes, strict=True)
+    shapes = [shape, other] if with_other else [shape]
+    blocks = Blocks.grid(shape, counts, prefix=prefix, others=shapes[1:])
+    clamped = [min(sizes) for sizes in zip(counts, *shapes, strict=True)]
+    expected = [numpy.zeros(prefix, dtype=int)]
+    for shape in shapes:
+        image = numpy.zeros(shape, dtype=int)
+        for axis, (size, count) in enumerate(zip(shape, clamped, strict=True)):
+            along = [i for i, part in enumerate(numpy.array_split(range(size), count)) for _ in part]
+            image = image * count + numpy.reshape(along, [-1 if a == axis else 1 for a in range(len(shape))])
+        expected.append(image.flatten() + (prefix > 0))
+    expected = numpy.concatenate(expected)
     index = blocks.index()
-    assert index.dtype == torch.int64 and index.tolist() == expected.flatten().tolist()
+    assert index.dtype == torch.int64 and index.tolist() == expected.tolist()
     assert blocks.counts == tuple(clamped) and blocks.length == expected.size
-    assert blocks.sizes() == tuple(numpy.bincount(expected.flatten(), minlength=blocks.num_blocks).tolist())
+    assert blocks.sizes() == tuple(numpy.bincount(expected, minlength=blocks.num_blocks).tolist())
     assert blocks.equal == (len(set(blocks.sizes())) == 1)
     assert blocks.contiguous == bool((index.diff() >= 0).all())
 

@@ -20,7 +20,7 @@ def by_definition(model):
     forward = copied.forward
 
     def forward_by_definition(*args, **kwargs):
-        with mock.patch("mhla_hf.nn.windowed.two_way_attention", windowed_reference):
+        with mock.patch("mhla_hf.nn.windowed.windowed_attention", windowed_reference):
             return forward(*args, **kwargs)
 
     copied.forward = forward_by_definition
@@ -30,7 +30,10 @@ def by_definition(model):
 def checkpointing_changes_nothing(model, loss, close=(1e-4, 1e-6)):
     """Check that gradient checkpointing does not change gradients, and return the gradients by name."""
     checkpointed = copy.deepcopy(model)
-    set_gradient_checkpointing(checkpointed, True)
+    if hasattr(model, "enable_gradient_checkpointing"):  # of diffusers
+        checkpointed.enable_gradient_checkpointing()
+    else:
+        set_gradient_checkpointing(checkpointed, True)
     gradients = []
     for instance in (model, checkpointed):
         instance.zero_grad()

@@ -49,8 +49,6 @@ JOINT_SIZES = {
     "cogvideox": (diffusers.CogVideoXTransformer3DModel, COGVIDEOX),
     "mochi": (diffusers.MochiTransformer3DModel, MOCHI),
 }
-# Families whose stock code puts the text after the grid
-TEXT_LAST = ("sd3", "sd3.5", "hunyuan-video", "hunyuan-video1.5", "mochi")
 VIDEOS = ("hunyuan-video", "hunyuan-video1.5", "cogvideox", "mochi")
 # Their stock code, or ours for the grid, reads values of tensors
 READS_VALUES = ("flux", "flux2", "chroma", "hunyuan-video1.5")

@@ -171,35 +171,50 @@ def embedding(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=EMBEDDINGS)
 
 
+def texts(name="", *shape):
+    """Return arguments for a prompt and the empty one, with ones for embeddings if there is no shape."""
+    values = [embedding(1, *shape) if shape else torch.ones(1, 6, dtype=torch.bool) for _ in range(2)]
+    return {f"{negative}{name}": value for negative, value in zip(("", "negative_"), values, strict=True)}
+
+
 PROMPTED = {"max_sequence_length": 16, "use_resolution_binning": False}
+EMBEDS = {"prompt": None, **texts("prompt_embeds", 6, 32)}
+MASKS = texts("prompt_attention_mask")
+LATENT = {"height": 64, "width": 96, "prompt": None, "output_type": "latent"}
+BARE = {**LATENT, **EMBEDS}
+LTX = {"height": 32, "width": 64, "num_frames": 9}
 CALLS = {
     "WanPipeline": {"height": 64, "width": 80, "num_frames": 9, "max_sequence_length": 16},
     "SanaPipeline": {"height": 32, "width": 32, **PROMPTED, "complex_human_instruction": None},
     "SanaVideoPipeline": {"height": 64, "width": 96, "frames": 9, **PROMPTED, "complex_human_instruction": []},
     "DiTPipeline": {},
     "PixArtSigmaPipeline": {"height": 32, "width": 32, **PROMPTED, "clean_caption": False},
-    "LTXPipeline": {"height": 32, "width": 64, "num_frames": 9, "max_sequence_length": 16},
-    "AllegroPipeline": {  # its VAE decodes tiles of 320 pixels
-        **{"height": 64, "width": 80, "num_frames": 12, "max_sequence_length": 16},
-        **{"clean_caption": False, "output_type": "latent"},
-    },
+    "LTXPipeline": {**LTX, "max_sequence_length": 16},
+    "LTX2Pipeline": {**BARE, **MASKS, **LTX, "spatio_temporal_guidance_blocks": [1]},
     "LattePipeline": {"height": 16, "width": 24, "video_length": 3, "clean_caption": False},
-    "HunyuanDiTPipeline": {"height": 64, "width": 96, "use_resolution_binning": False},
-    "LTX2Pipeline": {
-        **{"height": 32, "width": 64, "num_frames": 9, "max_sequence_length": 16},
-        "spatio_temporal_guidance_blocks": [1],
-    },
-    "FluxPipeline": {
-        **{"height": 32, "width": 48, "prompt": None, "true_cfg_scale": 3.0},
-        **{f"{name}prompt_embeds": embedding(1, 6, 32) for name in ("negative_", "")},
-        **{f"{name}pooled_prompt_embeds": embedding(1, 8) for name in ("negative_", "")},
-    },
+    "FluxPipeline": {"height": 32, "width": 48, **EMBEDS, "true_cfg_scale": 3.0, **texts("pooled_prompt_embeds", 8)},
     "AuraFlowPipeline": {"height": 32, "width": 48, "max_sequence_length": 16},
     "Kandinsky5T2VPipeline": {
-        **{"height": 64, "width": 96, "num_frames": 9, "prompt": None},
-        **{f"{name}prompt_embeds_qwen": embedding(1, 6, 32) for name in ("", "negative_")},
-        **{f"{name}prompt_embeds_clip": embedding(1, 8) for name in ("", "negative_")},
+        **{**LATENT, "num_frames": 9, **texts("prompt_embeds_qwen", 6, 32), **texts("prompt_embeds_clip", 8)},
         **{f"{name}prompt_cu_seqlens": torch.tensor([0, 6], dtype=torch.int32) for name in ("", "negative_")},
+    },
+    "AllegroPipeline": {
+        **{**BARE, **MASKS, "width": 80, "num_frames": 12, "negative_prompt": None, "clean_caption": False},
+    },
+    "HunyuanDiTPipeline": {
+        **{**BARE, **texts("prompt_embeds", 5, 32), **texts("prompt_embeds_2", 6, 32)},
+        **{**{name: mask[:, :5] for name, mask in MASKS.items()}, **texts("prompt_attention_mask_2")},
+        "use_resolution_binning": False,
+    },
+    "StableDiffusion3Pipeline": {**BARE, **texts("pooled_prompt_embeds", 8)},
+    "QwenImagePipeline": {**BARE, **texts("prompt_embeds_mask"), "true_cfg_scale": 3.0},
+    "ChromaPipeline": {**BARE, **MASKS},
+    "Flux2Pipeline": {name: value for name, value in BARE.items() if "negative" not in name},
+    "CogVideoXPipeline": {**BARE, "width": 80, "num_frames": 9},
+    "MochiPipeline": {**BARE, **MASKS, "num_frames": 13},
+    "HunyuanVideoPipeline": {
+        **{name: value for name, value in {**BARE, **MASKS}.items() if "negative" not in name},
+        **{"num_frames": 9, "pooled_prompt_embeds": embedding(1, 8)},
     },
 }
 

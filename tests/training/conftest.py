@@ -1,6 +1,5 @@
 """A teacher and a student of a few thousand weights, tokens with something to learn in them, and a short two-stage run."""
 
-import contextlib
 import copy
 import json
 import multiprocessing
@@ -20,8 +19,6 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Lab:
-    vocab, length = VOCAB, LENGTH
-
     def teacher(self, seed=0, **changes):
         torch.manual_seed(seed)
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -48,7 +45,6 @@ class Lab:
         return torch.tensor(tokens)
 
     def rows(self, file):
-        """The tokens as a stream."""
         parts = [{"input_ids": part.tolist()} for part in self.tokens().split(37)]
         file.write_text("".join(json.dumps(part) + "\n" for part in parts))
         return file
@@ -72,7 +68,6 @@ class Lab:
         return distill(student, teacher, **(values | changes))
 
     def train(self, out, student=None, **changes):
-        """Four steps without a teacher."""
         return self.distill(out, None, student, **({"stages": self.lm()} | changes))
 
     def weights(self, folder):
@@ -102,13 +97,7 @@ class Lab:
 
     def start(self, work, until):
         """`work` in a process of its own, until the condition is true; the process, to be killed."""
-
-        def own():
-            os.setsid()
-            with contextlib.suppress(KeyboardInterrupt):
-                work()
-
-        process = FORK.Process(target=own)
+        process = FORK.Process(target=work)
         process.start()
         while process.is_alive() and not until():
             time.sleep(0.002)

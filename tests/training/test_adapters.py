@@ -116,19 +116,8 @@ def test_bad_input(saved, tmp_path):
         assert model.config.to_dict() == before and model(tokens(1, 9)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("file", ["mhla.json", "adapter_config.json", "adapter_model.safetensors"])
-def test_a_damaged_adapter_leaves_the_model_as_it_was(file, saved, tmp_path):
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    model = softmax_model()
-    (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:60])
-    with refused(f"source: got '{tmp_path}', expected an adapter that can be read ("):
-        mhla_hf.load_adapter(model, tmp_path)
-    assert getattr(model.config, "mhla", None) is None
-
-
 @torch.no_grad()
 def test_changes_of_distillation_as_lora(tmp_path):
-    """A change of rank 2 is saved exactly; what is not a weight of a linear layer is refused."""
     base, ids = softmax_model(), tokens(2, 60, seed=5)
     base.config.name_or_path = "the base"
     model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8)
@@ -172,7 +161,6 @@ def test_two_adapters_load_again_by_name(first, tmp_path):
 
 @torch.no_grad()
 def test_merged_lora_is_saved_or_refused(tmp_path):
-    """However it was merged; `rank` must hold all that was merged so far."""
     ids = tokens(2, 40)
     with torch.enable_grad():
         peft_model = trained_adapter()
@@ -194,8 +182,11 @@ def test_merged_lora_is_saved_or_refused(tmp_path):
         mhla_hf.save_adapter(merged[0], tmp_path / "merged", base=softmax_model(), rank=0)
 
 
-def edited(folder, tensors=None, **fields):
-    """Change tensors (None removes one) and fields of mhla.json, or of the settings in it (... removes one)."""
+def edited(folder, tensors=None, cut=None, **fields):
+    """Cut a file, or change tensors (None removes one) and fields of mhla.json or its settings (... removes one)."""
+    if cut:
+        (folder / cut).write_bytes((folder / cut).read_bytes()[:60])
+        return
     file = folder / "adapter_model.safetensors"
     with safe_open(file, "pt") as stream:
         metadata = stream.metadata()
@@ -216,6 +207,8 @@ UNFIT = {
     "NaN": ({"tensors": {f"{LORA}lora_A.weight": torch.full((2, 32), torch.nan)}}, "NaN or infinity in", "finite numbers."),
     "features": ({"feature_map": "relu"}, "has 'feature_map' = 'relu', but the weights were saved with 'softmax'"),
     "no settings": ({"mhla": ...}, "expected an adapter that can be read (mhla.json has no 'mhla')."),
+    **{f"damaged {file}": ({"cut": file}, "expected an adapter that can be read (")
+       for file in ("mhla.json", "adapter_config.json", "adapter_model.safetensors")},
 }  # fmt: skip
 
 

@@ -39,7 +39,6 @@ def test_flow_is_the_schedulers(scheduler, shift):
 
 
 def test_times_are_logit_normal_and_shifted():
-    """The shift of 3 is undone; DDPM's times are whole numbers."""
     process = NoiseProcess(FlowMatchEulerDiscreteScheduler(shift=3.0))
     draws = torch.tensor([process.draw_time(make_generator(0, i), "logit-normal", None) for i in range(2000)])
     logits = (draws / 1000 / (3 - 2 * draws / 1000)).logit()

@@ -23,44 +23,47 @@ from mhla_hf.training.tasks.language import LanguageObjective
 HALF, FULL = torch.bfloat16, torch.float32
 
 
-def run(lab, out, **changes):
+@pytest.fixture(scope="module")
+def stream(lab, tmp_path_factory):
+    return lab.rows(tmp_path_factory.mktemp("stream") / "text.jsonl")
+
+
+def run(lab, stream, out, **changes):
     """Ten steps of transfer and ten of distillation with a moving average."""
     first, second = lab.stages()
     second.ema = 0.9
-    return lab.distill(out, **({"student": lab.dropped(), "stages": [first, second]} | changes))
+    return lab.distill(out, data=stream, **({"student": lab.dropped(), "stages": [first, second]} | changes))
 
 
 @pytest.fixture(scope="module")
-def whole(lab, tmp_path_factory):
+def whole(lab, stream, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
-    run(lab, out)
+    run(lab, stream, out)
     return lab.weights(out), lab.history(out)
 
 
-def test_kill_again_and_again_and_go_on(lab, whole, tmp_path):
-    """At the border of both stages, and in the second, while a state is written."""
+def test_kill_again_and_again_and_go_on(lab, stream, whole, tmp_path):
     out = tmp_path / "out"
-    lab.kill(lambda: run(lab, out), lambda: lab.newest(out) >= 10)
+    lab.kill(lambda: run(lab, stream, out), lambda: lab.newest(out) >= 10)
     for _ in range(2):
         last = lab.newest(out)
         until = lambda last=last: lab.newest(out) > last + 1 and any(tmp_path.glob("out.state/unfinished/*.tmp-*"))  # noqa: E731
-        lab.kill(lambda: run(lab, out, save_every=1), until)
+        lab.kill(lambda: run(lab, stream, out, save_every=1), until)
     assert not out.exists()
-    run(lab, out)
+    run(lab, stream, out)
     assert (lab.weights(out), lab.history(out), lab.record(out)["resumed"]) == (*whole, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_ctrl_c_leaves_a_state_and_the_same_object_goes_on(lab, whole, tmp_path, monkeypatch):
-    """Trained half way, as in a notebook."""
+def test_ctrl_c_leaves_a_state_and_the_same_object_goes_on(lab, stream, whole, tmp_path, monkeypatch):
     out, student, before = tmp_path / "out", lab.dropped(), signal.getsignal(signal.SIGINT)
     lab.stop_in(monkeypatch, LanguageObjective, 13)
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 13 of 20, saved in .*out\.state"):
-        run(lab, out, student=student, save_every=100)
+        run(lab, stream, out, student=student, save_every=100)
     assert signal.getsignal(signal.SIGINT) is before
     assert all(value.requires_grad for value in student.parameters())
     assert lab.newest(out) == 13 and not out.exists()
-    run(lab, out, student=student, save_every=100)
+    run(lab, stream, out, student=student, save_every=100)
     assert (lab.weights(out), lab.history(out)) == whole
 
 
@@ -88,30 +91,17 @@ def test_ctrl_c_at_the_last_step_still_stops_the_caller_and_a_second_one_at_once
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_stream_goes_on_where_it_was(lab, tmp_path, monkeypatch):
-    file, results = lab.rows(tmp_path / "text.jsonl"), []
-    for name, calls in (("one", ()), ("two", (7, 16))):
-        lab.stop_in(monkeypatch, LanguageObjective, *calls)
-        for _ in calls:
-            with pytest.raises(KeyboardInterrupt):
-                lab.distill(tmp_path / name, data=file)
-        lab.distill(tmp_path / name, data=file)
-        results.append((lab.weights(tmp_path / name), lab.history(tmp_path / name)))
-    assert results[0] == results[1]
-
-
-def test_record(lab, tmp_path, capsys):
-    """What a card shows, what tensorboard draws, and no place on this machine."""
-    out, data = tmp_path / "out", lab.rows(tmp_path / "book.jsonl")
+def test_record(lab, stream, tmp_path, capsys):
+    out = tmp_path / "out"
     lab.teacher().save_pretrained(tmp_path / "original")
     teacher = type(lab.teacher()).from_pretrained(tmp_path / "original")
     options = {"command": "mhla-hf ...", "tracker": "tensorboard", "log_every": 4, "progress": True}
-    lab.distill(out, teacher, data=data, seed=3, **options)
+    lab.distill(out, teacher, data=stream, seed=3, **options)
     shown = capsys.readouterr().err
     assert "logits (2/2): step 10 of 10, loss " in shown and "out is finished: 20 steps in" in shown
     record = lab.record(out)
     assert (record["steps"], record["tokens"], record["seed"]) == (20, 20 * 4 * 48, 3)
-    assert (record["command"], record["data"]["name"], record["teacher"]) == ("mhla-hf ...", "book.jsonl", "original")
+    assert (record["command"], record["data"]["name"], record["teacher"]) == ("mhla-hf ...", "text.jsonl", "original")
     assert [(stage["name"], stage["tokens"]) for stage in record["stages"]] == [("transfer", 1920), ("logits", 1920)]
     assert record["seconds"] == pytest.approx(sum(stage["seconds"] for stage in record["stages"]), abs=0.01)
     assert [entry["total"] for entry in record["history"]] == [4, 8, 10, 14, 18, 20]
@@ -203,35 +193,33 @@ def test_pipelines_in_half_precision(tmp_path):
     assert torch.equal(generate(loaded), generate(student))
 
 
-def train_rows(lab, out, parts):
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A file of rows whose labels are unevenly missing, so that processes see different numbers of targets."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 64, (300, 48), generator=random)
+    labels = ids.masked_fill(torch.rand(300, 48, generator=random) < torch.rand(300, 1, generator=random), -100)
+    lines = [{"input_ids": a, "labels": b} for a, b in zip(ids.tolist(), labels.tolist(), strict=True)]
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def train_rows(lab, rows, out, parts):
     """Four steps of transfer and four of distillation, each of a batch of 8 in parts."""
     os.environ.pop("FORK_LAUNCHED", None)  # as torchrun's processes are, whose group accelerate would end
     first, second = lab.stages(4, batch_size=8, grad_accum=parts)
     second.ce_weight = 0.5
     teacher = lab.teacher(initializer_range=0.3)
-    lab.distill(out, teacher, lab.student(teacher), data=rows(out), stages=[first, second], log_every=1, save_every=2)
-
-
-def rows(out):
-    """Rows whose labels are unevenly missing, so that processes see different numbers of targets."""
-    file = out.parent / "rows.jsonl"
-    if not file.exists():
-        random = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, 64, (300, 48), generator=random)
-        labels = ids.masked_fill(torch.rand(300, 48, generator=random) < torch.rand(300, 1, generator=random), -100)
-        lines = [{"input_ids": a, "labels": b} for a, b in zip(ids.tolist(), labels.tolist(), strict=True)]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(file)
+    lab.distill(out, teacher, lab.student(teacher), data=rows, stages=[first, second], log_every=1, save_every=2)
 
 
 @pytest.fixture(scope="module")
-def runs(lab, tmp_path_factory):
-    """The run by one process, by one in four parts, and by two processes in two parts each."""
+def runs(lab, rows, tmp_path_factory):
     place = tmp_path_factory.mktemp("runs")
-    rows(place / "one")
-    train_rows(lab, place / "one", 1)
-    train_rows(lab, place / "parts", 4)
-    debug_launcher(train_rows, (lab, place / "two", 2), num_processes=2)
+    train_rows(lab, rows, place / "one", 1)
+    train_rows(lab, rows, place / "parts", 4)
+    debug_launcher(train_rows, (lab, rows, place / "two", 2), num_processes=2)
     return place
 
 
@@ -247,7 +235,7 @@ def test_parts_and_processes_equal_the_big_batch(lab, runs, name):
     assert not list(runs.glob("*.state"))
 
 
-def stop(lab, out):
+def stop(*given):
     """The run, stopped in its seventh step by Ctrl-C in the second process."""
     real, calls = LanguageObjective.forward, []
 
@@ -259,14 +247,12 @@ def stop(lab, out):
 
     LanguageObjective.forward = forward  # in this process, which ends here
     with pytest.raises(KeyboardInterrupt):
-        train_rows(lab, out, 2)
+        train_rows(*given)
 
 
-def test_two_processes_go_on_exactly(lab, runs, tmp_path):
+def test_two_processes_go_on_exactly(lab, rows, runs, tmp_path):
     out = tmp_path / "out"
-    rows(out)
-    debug_launcher(stop, (lab, out), num_processes=2)
+    debug_launcher(stop, (lab, rows, out, 2), num_processes=2)
     assert lab.newest(out) == 7
-    debug_launcher(train_rows, (lab, out, 2), num_processes=2)
-    assert lab.weights(out) == lab.weights(runs / "two")
-    assert lab.record(out)["resumed"] == 1
+    debug_launcher(train_rows, (lab, rows, out, 2), num_processes=2)
+    assert (lab.weights(out), lab.record(out)["resumed"]) == (lab.weights(runs / "two"), 1)

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from PIL import Image
-from tools.tiny_grid_pipelines import BARE_ARGUMENTS, BARE_PIPELINES, EDIT, GRID_PIPELINES, kontext_pipeline
+from tools.tiny_grid_pipelines import BARE_PIPELINES, EDIT, GRID_PIPELINES, kontext_pipeline
 from tools.tiny_pipelines import CALLS, PIPELINES, PROMPT, TRANSFORMERS, inputs, tiny_transformer
 from tools.tiny_wan_pipelines import IMAGES, SIZE, WAN_DATA, WAN_PIPELINES, picture
 
@@ -21,7 +21,6 @@ COMMON = {"batch_size": 2, "sampling_steps": 2, "guidance": 3.0, "size": SIZE}
 
 
 def stages(steps=1, **changes):
-    """A stage for what conversion added, and one for all."""
     common = {**COMMON, **changes}
     return [
         DiffusionStage("transfer", "transfer", steps, 1e-2, trainable="mhla", **common),
@@ -35,15 +34,14 @@ def converted(pipe):
     return mhla_hf.convert(pipe, layers=[1], layout=layout)
 
 
-def distill(out, name, steps=1, data=None, pipelines=WAN_PIPELINES, **options):
+def distill(out, name, data=None, pipelines=WAN_PIPELINES, **options):
     student, teacher = converted(pipelines[name]()), pipelines[name]()
-    options = {"stages": stages(steps), "progress": False, "log_every": 1} | options
+    options = {"stages": stages(), "progress": False, "log_every": 1} | options
     return mhla_hf.distill(student, teacher, out=out, data=data or WAN_DATA[name], **options)
 
 
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_calls_of_one_or_two_rows_make_a_batch(family):
-    """A batch of recorded rows gives what the calls gave, for every transformer that converts."""
     transformer = tiny_transformer(family)
     with torch.no_grad(), recorded(transformer) as calls:
         for seed, batch in enumerate((1, 2)):
@@ -59,13 +57,13 @@ WAN = ["i2v", "flf2v", "vace", "v2v", "ti2v"]
 EVERY = {**GRID_PIPELINES, **BARE_PIPELINES, "kontext": kontext_pipeline, **{name: WAN_PIPELINES[name] for name in WAN}}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "ltx2")) for n in EVERY])
+@pytest.mark.parametrize("name", EVERY)
 def test_every_family_from_its_pipeline(lab, tmp_path, name):
-    """Without any knowledge of what the pipeline makes of its arguments."""
-    row = EDIT if name == "kontext" else BARE_ARGUMENTS.get(name)
     if name in WAN:  # what the pipeline takes beside the text conditions the training
         row = WAN_DATA[name][0]
-    elif row is None:
+    elif name == "kontext":
+        row = EDIT
+    else:
         row = {"prompt": PROMPT, **CALLS[type(EVERY[name]()).__name__]}
         row.pop("output_type", None)
     if name == "ltx2":  # some of its calls leave the attention of these blocks out
@@ -91,7 +89,6 @@ def latents_of(name):
 
 @pytest.mark.parametrize("name", ["i2v", "flf2v", "vace"])
 def test_latents_with_conditions(lab, tmp_path, name):
-    """They make the inputs that the pipeline makes."""
     data, calls = latents_of(name)
     transformer = WAN_PIPELINES[name]().transformer
     batch, constants = collate_calls(calls)
@@ -112,7 +109,6 @@ EXPERTS = ("transformer", "transformer_2")
 
 
 def test_experts_have_their_own_times():
-    """The pipeline changes the transformer at 800; of the first, it samples no more than its share."""
     pipe = WAN_PIPELINES["a14b"]()
     stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "sampling_steps": 4})
     times = {}
@@ -134,7 +130,6 @@ LATENTS = {"latents": NOISE, "prompt_embeds": torch.zeros(2, 512, 32)}
 
 @pytest.mark.parametrize("data", [None, LATENTS], ids=["prompts", "latents"])
 def test_experts_are_trained_in_turn(lab, tmp_path, data):
-    """On prompts and on latents; a second call finds the result."""
     before = converted(WAN_PIPELINES["a14b"]())
     options = {"data": data, "stages": stages(sampling_steps=4)}
     student = distill(tmp_path / "a", "a14b", **options)
@@ -150,12 +145,17 @@ def test_experts_are_trained_in_turn(lab, tmp_path, data):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("name", ["i2v", "a14b"])
-def test_killed_run_ends_as_the_whole_one(lab, tmp_path, name):
-    """In the middle of a trajectory."""
+@pytest.mark.parametrize(
+    ("name", "data"), [("i2v", None), ("a14b", None), ("wan", LATENTS)], ids=["i2v", "a14b", "wan"]
+)
+def test_killed_run_ends_as_the_whole_one(lab, tmp_path, name, data):
+    """In the middle of a trajectory, and on latents; with LoRA and a moving average."""
 
     def work(out="out"):
-        distill(tmp_path / out, name, 2, save_every=1, stages=stages(2, sampling_steps=4, batch_size=1))
+        first, second = stages(2, sampling_steps=4, batch_size=1, ema=0.9)
+        second.trainable, second.lora_rank = "lora", 2
+        options = {"data": data, "pipelines": {**WAN_PIPELINES, **PIPELINES}, "stages": [first, second]}
+        distill(tmp_path / out, name, save_every=1, **options)
 
     work("whole")
     lab.kill(work, lambda: lab.newest(tmp_path / "out") >= 3)
@@ -255,7 +255,6 @@ def test_experts_and_previews_that_do_not_fit_are_refused_before_the_first(lab, 
 
 
 def test_rows_of_a_batch_have_calls_of_one_kind():
-    """In an order of times that differs from row to row; every call is read once."""
     kinds = [{"height": 1}, {"height": 2}, {"height": 1, "mask": torch.ones(1)}]
     calls = [{"timestep": torch.tensor([time]), **kind} for time in range(4) for kind in kinds]
     reader = CallReader(lambda _row, seed: [*calls], open_samples(["a", "b"]), (0, 0), None)

@@ -108,7 +108,6 @@ ENGINES = {
 
 @pytest.mark.parametrize("engine, says", ENGINES.items())
 def test_other_engines_are_refused_and_nothing_is_written(lab, tmp_path, monkeypatch, engine, says):
-    """As `accelerate launch` tells its processes."""
     engine, *options = engine.split()
     for name, value in [(f"ACCELERATE_USE_{engine}", "true"), *(option.split("=") for option in options)]:
         monkeypatch.setenv(name, value)

@@ -1,5 +1,6 @@
 """`vllm serve` with a converted model: completions, chat, streams, stop strings, and bad requests over HTTP."""
 
+import contextlib
 import json
 import os
 import signal
@@ -37,9 +38,7 @@ def served(tmp_path_factory):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     ids = torch.tensor([tokenizer(PROMPT).input_ids])
-    new = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)[
-        0, ids.shape[1] :
-    ]
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -50,23 +49,16 @@ def served(tmp_path_factory):
     server = subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
     try:
-        wait_for(server, address)
-        yield address, str(folder), tokenizer.decode(new, skip_special_tokens=True)
+        for _ in range(480):  # at most eight minutes
+            assert server.poll() is None
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{address}/health", timeout=5)
+                break
+            time.sleep(1)
+        yield address, str(folder), tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
-
-
-def wait_for(server, address):
-    """Wait until the server answers, at most eight minutes."""
-    for _ in range(480):
-        assert server.poll() is None
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=5)
-            return
-        except OSError:
-            time.sleep(1)
-    raise TimeoutError(address)
 
 
 def ask(address, path, **body):

@@ -17,7 +17,6 @@ from mhla_hf.ops.windowed.inputs import WindowedInputs
 from mhla_hf.ops.windowed.salient import salient_attention
 from mhla_hf.vllm_plugin.pages import (
     NewTokens,
-    NoRotation,
     PagedAttention,
     PagedSalientAttention,
     PageLayout,
@@ -63,7 +62,7 @@ class Requests:
         memory = torch.full((num_pages * count_pages, num_bytes // dtype.itemsize + 2), torch.nan, dtype=dtype)
         self.is_salient = core.settings.core == "salient"
         has_table = core.settings.rope == "near" and not self.is_salient
-        self.table = RotationTable(LONGEST) if has_table else NoRotation()
+        self.table = RotationTable(LONGEST)
         pool = PagePool(memory.view(torch.int8), layout)
         if self.is_salient:
             self.attention = PagedSalientAttention(pool, core.options)

@@ -20,15 +20,14 @@ CONFIGURATION = "mhla_hf.vllm_plugin.configuration"
 @pytest.fixture
 def configuration(monkeypatch):
     """The module `configuration` on top of stand-ins for what it imports from vLLM."""
-    models = {}
+    models, compilation = {}, SimpleNamespace(_attention_ops=[])
     names = {
         "vllm": {"ModelRegistry": SimpleNamespace(register_model=models.__setitem__)},
-        "vllm.config": {"CompilationConfig": SimpleNamespace(_attention_ops=[])},
+        "vllm.config": {"CompilationConfig": compilation, "ModelConfig": object, "VllmConfig": object},
         "vllm.model_executor": {},
         "vllm.model_executor.models": {},
         "vllm.model_executor.models.config": {"MODELS_CONFIG_MAP": {}, "VerifyAndUpdateConfig": object},
     }
-    names["vllm.config"] |= {"ModelConfig": object, "VllmConfig": object}
     for name, members in names.items():
         module = ModuleType(name)
         vars(module).update(members)
@@ -63,19 +62,19 @@ def test_every_family_is_registered_twice_without_harm(configuration):
     assert AutoConfig.for_model("mhla_starcoder2").base_model_type == "starcoder2"
 
 
-def model_config(rope_parameters=None, layer_types=None, **settings):
-    settings = {"layers": [0, 2], "mixing_form": "decay", "rope": "near", **settings}
-    config = SimpleNamespace(
-        model_type="mhla_qwen3", mhla=settings, layer_types=layer_types, rope_parameters=rope_parameters
-    )
-    return SimpleNamespace(hf_config=config)
+def checked_model(configuration, rope_parameters=None, layer_types=None, **settings):
+    """The configuration of a model, after the hook for models."""
+    config = SimpleNamespace(layer_types=layer_types, rope_parameters=rope_parameters, model_type="mhla_qwen3")
+    config.mhla = {"layers": [0, 2], "mixing_form": "decay", "rope": "near", **settings}
+    configuration.module.MHLAServingConfig.verify_and_update_model_config(SimpleNamespace(hf_config=config))
+    return config
 
 
 def test_mhla_layers_are_marked_as_linear(configuration):
-    config = model_config(layer_types=["full_attention", "sliding_attention", "full_attention"])
+    types = ["full_attention", "sliding_attention", "full_attention"]
     for _ in range(2):
-        configuration.module.MHLAServingConfig.verify_and_update_model_config(config)
-    assert config.hf_config.layer_types == ["linear_attention", "sliding_attention", "linear_attention"]
+        types = checked_model(configuration, layer_types=types).layer_types
+    assert types == ["linear_attention", "sliding_attention", "linear_attention"]
 
 
 @pytest.mark.parametrize(
@@ -88,43 +87,41 @@ def test_mhla_layers_are_marked_as_linear(configuration):
 )
 def test_models_that_cannot_be_served(configuration, word, changes):
     with refused(word):
-        configuration.module.MHLAServingConfig.verify_and_update_model_config(model_config(**changes))
+        checked_model(configuration, **changes)
+    if word == "rope_type":
+        checked_model(configuration, **changes, salient=5)  # any rotation suits salient tokens
 
 
-def test_any_rotation_suits_salient_tokens(configuration):
-    config = model_config(rope_parameters={"rope_type": "dynamic"}, salient=5)
-    configuration.module.MHLAServingConfig.verify_and_update_model_config(config)
-
-
-def vllm_config(**changes):
+def check_options(configuration, *, softmax_heads=None, cache_dtype="auto", **changes):
+    """The configuration of vLLM, after the hook for it."""
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
-    settings = {"softmax_heads": changes.pop("kept", None)}
-    model = SimpleNamespace(hf_config=SimpleNamespace(mhla=settings, num_key_value_heads=4))
-    options = {"lora_config": None, "speculative_config": None, "kv_transfer_config": None}
-    cache = SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto"), enable_prefix_caching=True)
-    parallel = SimpleNamespace(**{name: changes.pop(name, 1) for name in sizes})
-    configs = {"parallel_config": parallel, "cache_config": cache, "model_config": model}
-    return SimpleNamespace(**configs, **{**options, **changes})
+    options = ("lora_config", "speculative_config", "kv_transfer_config")
+    hf_config = SimpleNamespace(mhla={"softmax_heads": softmax_heads}, num_key_value_heads=4)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**{name: changes.get(name, 1) for name in sizes}),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype, enable_prefix_caching=True),
+        model_config=SimpleNamespace(hf_config=hf_config),
+        **{name: changes.get(name) for name in options},
+    )
+    configuration.module.MHLAServingConfig.verify_and_update_config(config)
+    return config
 
 
 @pytest.mark.parametrize(
-    "name, value",
+    "word, changes",
     [
-        ("tensor_parallel_size", 3),
-        ("pipeline_parallel_size", 2),
-        ("lora_config", object()),
-        ("kv_transfer_config", object()),
-        ("cache_dtype", "fp8"),
+        ("tensor_parallel_size", {"tensor_parallel_size": 3}),
+        ("tensor_parallel_size: got 2 for layers that keep", {"tensor_parallel_size": 2, "softmax_heads": {"0": [1]}}),
+        ("pipeline_parallel_size", {"pipeline_parallel_size": 2}),
+        ("lora", {"lora_config": object()}),
+        ("kv_transfer", {"kv_transfer_config": object()}),
+        ("cache_dtype", {"cache_dtype": "fp8"}),
     ],
 )
-def test_options_that_are_refused(configuration, name, value):
-    with refused(name.removesuffix("_config"), "MHLA"):
-        configuration.module.MHLAServingConfig.verify_and_update_config(vllm_config(**{name: value}))
+def test_options_that_are_refused(configuration, word, changes):
+    with refused(word):
+        check_options(configuration, **changes)
 
 
 def test_prefix_caching_is_turned_off_and_heads_are_shared_by_processes(configuration):
-    hooks, config = configuration.module.MHLAServingConfig, vllm_config(tensor_parallel_size=2)
-    hooks.verify_and_update_config(config)
-    assert config.cache_config.enable_prefix_caching is False
-    with refused("tensor_parallel_size", "softmax"):
-        hooks.verify_and_update_config(vllm_config(tensor_parallel_size=2, kept={"0": [1]}))
+    assert check_options(configuration, tensor_parallel_size=2).cache_config.enable_prefix_caching is False

@@ -110,13 +110,8 @@ class MatrixMixer:
         return output
 
 
-class MHLAMixer(MatrixMixer):
-    """Adds what cores with a matrix do not have: softmax beside MHLA, and q and k unrotated (`reads_unrotated`)."""
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.reads_unrotated:
-            kwargs["mhla_cos_sin"] = rotation_cos_sin(self, kwargs)
-        return super().forward(hidden_states, *args, **kwargs)
+class SoftmaxMixer(MatrixMixer):
+    """Adds softmax beside MHLA, which cores with a matrix do not have."""
 
     def attend_with_softmax(
         self: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], softmax_options: dict[str, Any]
@@ -150,20 +145,34 @@ class MHLAMixer(MatrixMixer):
         return heads.join(outputs, 2)
 
 
+class MHLAMixer(SoftmaxMixer):
+    """Passes the rotation of q and k to cores whose far part reads them unrotated, if the layer `reads_unrotated`."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.reads_unrotated:
+            kwargs["mhla_cos_sin"] = rotation_cos_sin(self, kwargs)
+        return super().forward(hidden_states, *args, **kwargs)
+
+
 def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, options: Mapping[str, Any]) -> bool:
     """Return whether the base's own attention of T new tokens is the result, because nothing is far from any of them."""
-    softmax = getattr(attention, "softmax_heads", None)
-    if not (isinstance(softmax, SoftmaxHeads) and hasattr(attention.mhla, "fits_window")):  # vLLM's is another
-        return False
-    implementation = softmax.config._attn_implementation
+    softmax, core = getattr(attention, "softmax_heads", None), attention.mhla
+    if not (isinstance(softmax, SoftmaxHeads) and hasattr(core, "options")) or torch.compiler.is_compiling():
+        return False  # vLLM's softmax is another, and what replaces a core while a conversion measures has no options
+    implementation, cache = softmax.config._attn_implementation, options["cache"]
     if implementation in (None, ATTENTION_NAME):  # then no layer of the model has softmax
         return False
     if attention_mask is None and implementation == "eager":  # which is causal by its mask alone
         return False
     if attention_mask is not None and getattr(attention_mask, "ndim", 0) != 4:  # it cannot be cut to the new tokens
         return False
-    names = ("cache", "starts", "key_mask", "cu_seqlens")
-    return attention.mhla.fits_window(num_tokens, **{name: options[name] for name in names})
+    if any(options[name] is not None for name in ("starts", "key_mask", "cu_seqlens")):
+        return False
+    if cache is not None and cache.state is not None:
+        return False
+    learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in core.parameters())
+    drops_window = core.training and core.settings.window_dropout and core.settings.core == "decay"
+    return num_tokens <= core.options.window * core.options.block_size and not learns and not drops_window
 
 
 def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
@@ -175,16 +184,22 @@ def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
     return {**attention_sizes(attention, config), "norm_eps": getattr(config, "rms_norm_eps", 1e-6)}
 
 
-def finish_causal_layers(model: Any, settings: MHLASettings) -> None:
+def add_softmax(model: Any, settings: MHLASettings) -> None:
     attentions = find_causal_attentions(model)
     for attention in (attentions[index] for index in settings.layers):  # type: ignore[index]
-        attention.reads_unrotated = settings.rope == "near" and not settings.salient
-        if attention.reads_unrotated:
-            attention.mhla.unrotate = partial(unrotate, layout=rotation_layout(attention))
         if settings.windowed and any(calls_interface(cls) for cls in type(attention).__mro__):
             attention.softmax_heads = SoftmaxHeads(attention, model.config)
     for index, heads in (settings.softmax_heads or {}).items():
         keep_softmax_heads(attentions[int(index)], model.config, heads)
+
+
+def add_rotation_and_softmax(model: Any, settings: MHLASettings) -> None:
+    attentions = find_causal_attentions(model)
+    for attention in (attentions[index] for index in settings.layers):  # type: ignore[index]
+        attention.reads_unrotated = settings.rope == "near" and settings.core == "decay"
+        if attention.reads_unrotated:
+            attention.mhla.unrotate = partial(unrotate, layout=rotation_layout(attention))
+    add_softmax(model, settings)
 
 
 def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
@@ -314,4 +329,5 @@ MATRIX_SWAP = AttentionSwap(
     core_sizes=causal_core_sizes,
     prepare=pass_padding,
 )
-CAUSAL_SWAP = replace(MATRIX_SWAP, mixin=MHLAMixer, finish=finish_causal_layers)
+SALIENT_SWAP = replace(MATRIX_SWAP, mixin=SoftmaxMixer, finish=add_softmax)
+CAUSAL_SWAP = replace(MATRIX_SWAP, mixin=MHLAMixer, finish=add_rotation_and_softmax)

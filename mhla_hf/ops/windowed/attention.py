@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..reference import divide_or_zero
 from ..torch_layout import DifferentiableOnce, align_blocks, by_block, by_token, resize_tokens
-from .decays import Decays, block_distances, decayed_sums, powers
+from .decays import Decays, decayed_sums, two_way_sums
 from .fused_softmax import causal_softmax, make_mask, no_key, softmax_backward, softmax_forward
 from .inputs import WindowedInputs, WindowedOptions
 
@@ -29,11 +29,11 @@ PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds
 
 
 class SinkTokens(NamedTuple):
-    """S sinks of each row, k and v [B, S, G, ...], and which are keys, bool [B, S]; if packed, of each block [B, M, ...]."""
+    """S sinks of each of M packed blocks or, for M = 1, of all blocks of a row."""
 
-    k: Tensor
-    v: Tensor
-    valid: Tensor
+    k: Tensor  # [B, M, S, G, D]
+    v: Tensor  # [B, M, S, G, V]
+    valid: Tensor  # bool [B, M, S], which are keys
 
 
 class PastSums(NamedTuple):
@@ -48,27 +48,17 @@ class PastSums(NamedTuple):
 
 @dataclass
 class BlockRun:
-    """M consecutive blocks of C tokens; the first token is at a block edge.
+    """M consecutive blocks of C tokens; the first token is at a block edge."""
 
-    Args:
-        inputs: At most M * C tokens. q_features may have only the last of them; nothing is far from the others.
-        k_features: [B, T, G, K], or only the first of the tokens; the others are far from no query.
-        block_index: int64 [B or 1, M], the index of each block in its sequence.
-        valid: bool [B, T], the tokens that are keys; None if all are, and the run is one sequence per row from its start.
-        sequence_id: int64 [M], the sequence of each block if several are packed.
-        sink_tokens: Sinks from a state; None to take the first tokens of each sequence.
-        past: Running sums from a state; None if no tokens came before.
-        first_query_block: The first of the M blocks with queries; outputs of earlier ones are 0.
-    """
-
-    inputs: WindowedInputs
-    k_features: Tensor
-    block_index: Tensor
+    inputs: WindowedInputs  # of T <= M * C tokens; q_features may have only the last: nothing is far from the others
+    k_features: Tensor  # [B, T, G, K], or only those of the first tokens: the others are far from no query
+    block_index: Tensor  # int64 [B or 1, M], the index of each block in its sequence
+    # bool [B, T], the tokens that are keys; None if all are, and the run is one sequence per row from its start
     valid: Tensor | None = None
-    sequence_id: Tensor | None = None
-    sink_tokens: SinkTokens | None = None
-    past: PastSums | None = None
-    first_query_block: int = 0
+    sequence_id: Tensor | None = None  # int64 [M], the sequence of each block if several are packed
+    sink_tokens: SinkTokens | None = None  # from a state; None to take the first tokens of each sequence
+    past: PastSums | None = None  # from a state; None if no tokens came before
+    first_query_block: int = 0  # the first of the M blocks with queries; outputs of earlier ones are 0
 
 
 def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
@@ -79,6 +69,8 @@ def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
 
 def windowed_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     """Attend to near tokens by softmax and to far tokens by MHLA; `attention.py` has the formula.
+
+    With `options.both_ways`, later tokens are seen, too, and |i - j| is in place of i - j.
 
     Args:
         inputs: The inputs. Without padding and packing, q_features may have only the queries of `far_range`.
@@ -98,37 +90,16 @@ def windowed_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     return aligned.tokens.take_back(o)
 
 
-def two_way_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
-    """Attend as `windowed_attention` does, but to later tokens, too, with |i - j| in place of i - j.
-
-    A matrix per KV head and decay mixes the summaries, at a cost that is quadratic in the number of blocks.
-
-    Args:
-        inputs: The inputs, without starts and cu_seqlens. The options have `both_ways` and no sinks.
-        k_features: [B, T, G, K], keys of the far part.
-
-    Returns:
-        [B, T, H, V] in v's dtype or, with `options.unrounded`, in at least fp32.
-    """
-    q, options = inputs.q, inputs.options
-    num_blocks = (q.shape[1] + options.block_size - 1) // options.block_size
-    valid = q.new_ones(q.shape[:2], dtype=torch.bool) if inputs.key_mask is None else inputs.key_mask
-    run = with_valid(BlockRun(inputs, k_features, torch.arange(num_blocks, device=q.device)[None], valid))
-    summaries = block_summaries(run)
-    decays = inputs.decays.to(summaries.dtype)
-    distance = block_distances(num_blocks, summaries).abs()
-    mixing = powers(decays.log_rate, distance).masked_fill(distance < options.window, 0).transpose(1, 2)  # [G, M, R, M]
-    far_sums = mixing.flatten(1, 2) @ summaries.flatten(3)
-    return attend_near_and_far(run, far_sums.view(*summaries.shape[:3], -1, *summaries.shape[3:]), decays)
-
-
 def attend_run(run: BlockRun, end_block: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Compute the outputs [B, T, H, V] of a run and, if `end_block` [B] is given, the sums of `PastSums` at these blocks."""
     options, block_index, past = run.inputs.options, run.block_index, run.past
     run = with_valid(run)
     summaries = block_summaries(run)
     decays = run.inputs.decays.to(summaries.dtype)
-    far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, options.window, run.sequence_id)
+    if options.both_ways:
+        far_sums = two_way_sums(summaries.flatten(3), decays.log_rate, options.window)
+    else:
+        far_sums = decayed_sums(summaries.flatten(3), decays.log_rate, options.window, run.sequence_id)
     far_sums = far_sums.unflatten(4, summaries.shape[3:])  # [B, G, M, R, K, V + 1]
     if past is not None:
         # Blocks before `past.block` were complete then and hold no new token, so what they read does not matter.
@@ -146,7 +117,7 @@ def with_valid(run: BlockRun) -> BlockRun:
     """
     (valid, q, q_features), options = (run.valid, run.inputs.q, run.inputs.q_features), run.inputs.options
     num_blocks = run.block_index.shape[1]
-    needs_none = num_blocks > options.window or not q_features.shape[1]
+    needs_none = not options.both_ways and (num_blocks > options.window or not q_features.shape[1])
     if valid is None and not torch.compiler.is_compiling() and needs_none:
         return run
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if valid is None else valid
@@ -179,7 +150,7 @@ def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tens
         borders = [0, num_blocks]
     else:
         borders = [*range(first, num_blocks, max(PIECE_TOKENS // size, 1)), num_blocks]
-    sinks, mask = run.sink_tokens or find_sinks(run), None
+    all_sinks, mask = run.sink_tokens or find_sinks(run), None
     for begin, end in itertools.pairwise(borders):
         queries = by_block(q[:, begin * size : end * size], num_kv_heads, size)
         features = q_features[:, (begin - first_far) * size : (end - first_far) * size]
@@ -188,10 +159,13 @@ def attend_near_and_far(run: BlockRun, far_sums: Tensor, decays: Decays) -> Tens
             keys, values = (by_block(x[:, begin * size : end * size], num_kv_heads, size) for x in (k, v))
             o = linear_attention(queries, keys, values, far, decays.weight, options)
         else:
+            sinks = all_sinks
+            if run.sequence_id is not None:
+                sinks = SinkTokens(*(x[:, begin:end] for x in all_sinks))
             if mask is None or run.valid is not None or begin <= window:
                 mask = window_mask(run, sinks.valid, begin, end)
             keys, values = (take_window(x, options, begin, end) for x in (k, v))
-            sink_k, sink_v = (sinks_of_blocks(x, begin, end) for x in (sinks.k, sinks.v))
+            sink_k, sink_v = (x.transpose(2, 3) for x in (sinks.k, sinks.v))
             shift = balance.to(far.dtype).view(num_kv_heads, -1, 1).expand(-1, -1, size).flatten(1)  # [G, (H / G) * C]
             o = NearAndFar.apply(queries, keys, values, sink_k, sink_v, far, shift, mask, size, options.scale)
         outputs.append(by_token(o if options.unrounded else o.to(dtype), len(q), size))
@@ -216,7 +190,7 @@ class NearAndFar(torch.autograd.Function):
         """Compute o [B * m, G, N, V] in far's dtype, for the N = (H / G) * C queries of each of m blocks.
 
         q is [B * m, G, N, D], far [B * m, G, N, V + 1], balance [G, N]; k and v are from `take_window`, sink_k and sink_v
-        from `sinks_of_blocks`, the mask is from `window_mask`.
+        [B, m or 1, G, S, D or V], the mask is from `window_mask`.
         """
         window = gather_windows(k, sink_k, size, mask), gather_windows(v, sink_v, size, mask)
         near, lse = softmax_forward(q, *window, mask, scale)
@@ -272,7 +246,7 @@ def take_window(x: Tensor, options: WindowedOptions, begin: int, end: int) -> Te
 
 
 def gather_windows(x: Tensor, sinks: Tensor, size: int, mask: Tensor) -> Tensor:
-    """Copy what each block sees of `sinks_of_blocks` and `take_window`: [B * m, G, S + W * C, D]."""
+    """Copy what each block sees of sinks and of x from `take_window`: [B * m, G, S + W * C, D]."""
     window = x.unfold(2, mask.shape[-1] - sinks.shape[3], size).permute(0, 2, 1, 4, 3)  # [B, m, G, W * C, D]
     return torch.cat([sinks.expand(-1, window.shape[1], -1, -1, -1), window], 3).flatten(0, 1)
 
@@ -291,11 +265,6 @@ def scatter_windows(grad: Tensor, x: Tensor, sinks: Tensor, size: int) -> tuple[
     return out.flatten(2, 3).to(x.dtype), sink_grad.to(sinks.dtype)
 
 
-def sinks_of_blocks(x: Tensor, begin: int, end: int) -> Tensor:
-    """Return the sinks of blocks `begin` to `end` [B, m or 1, G, S, D], from [B, S, G, D] or, if packed, [B, M, S, G, D]."""
-    return (x[:, None] if x.dim() == 4 else x[:, begin:end]).transpose(2, 3)
-
-
 def window_mask(run: BlockRun, sink_valid: Tensor, begin: int, end: int) -> Tensor:
     """Return the mask of blocks `begin` to `end` for `NearAndFar`, [B * m or 1, 1, N or 1, S + W * C]."""
     options, index, valid = run.inputs.options, run.block_index[:, begin:end], run.valid
@@ -311,8 +280,7 @@ def window_mask(run: BlockRun, sink_valid: Tensor, begin: int, end: int) -> Tens
         valid = sink_valid.new_ones(len(sink_valid), run.block_index.shape[1] * size)
     is_key = take_window(valid[..., None, None], options, begin, end)[:, 0, :, 0].unfold(1, len(place), size)
     is_key = is_key & (index[..., None] * size + place >= 0)  # windows are shorter at the start of a sequence
-    is_sink = sink_valid[:, None] if sink_valid.dim() == 2 else sink_valid[:, begin:end]
-    is_sink = is_sink & (index >= options.window)[..., None]
+    is_sink = sink_valid & (index >= options.window)[..., None]
     is_key = torch.cat([is_sink.expand(*is_key.shape[:2], -1), is_key], 2)
     return make_mask(is_key[:, :, None] & seen, run.inputs.q.dtype).flatten(0, 1)[:, None]
 
@@ -378,7 +346,7 @@ def find_sinks(run: BlockRun) -> SinkTokens:
     options, k, v = run.inputs.options, run.inputs.k, run.inputs.v
     valid = k.new_ones(k.shape[:2], dtype=torch.bool) if run.valid is None else run.valid
     if run.sequence_id is None:
-        return SinkTokens(*(resize_tokens(x, options.sinks) for x in (k, v, valid)))
+        return SinkTokens(*(resize_tokens(x, options.sinks)[:, None] for x in (k, v, valid)))
     first = torch.searchsorted(run.sequence_id, run.sequence_id) * options.block_size
     token = (first[:, None] + torch.arange(options.sinks, device=k.device)).clamp(max=k.shape[1] - 1)
     return SinkTokens(k[:, token], v[:, token], valid[:, token])

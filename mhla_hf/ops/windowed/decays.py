@@ -14,17 +14,12 @@ SCAN_GROUP = 8  # blocks per group of the two-level scan
 
 @dataclass
 class Decays:
-    """R exponential decays per head, which define a mixing matrix m[i, j] = sum_r w_r lambda_r^(i - j).
+    """R exponential decays per head, which define a mixing matrix m[i, j] = sum_r w_r lambda_r^(i - j)."""
 
-    Args:
-        weight: [H, R], the weights w of the query heads.
-        log_rate: [G, R], log(lambda) of the KV heads, at most 0; query heads share those of their KV head.
-        power: [H] or None. If given, the weights of a query block are divided by n^power, where n is the number of blocks
-            that are far from it: the far part of a query grows with n, while the sum of a softmax hardly does.
-    """
-
-    weight: Tensor
-    log_rate: Tensor
+    weight: Tensor  # [H, R], the weights w of the query heads
+    log_rate: Tensor  # [G, R], log(lambda) of the KV heads, at most 0
+    # [H]: the weights of a query block are divided by n^power, where n is the number of blocks that are far from it,
+    # because the far part of a query grows with n, while the sum of a softmax hardly does.
     power: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Decays":
@@ -57,6 +52,13 @@ def block_distances(count: int, like: Tensor) -> Tensor:
     """Return the distances i - j between `count` blocks, int [count, count], on the device of `like`."""
     block = torch.arange(count, device=like.device)
     return block[:, None] - block[None, :]
+
+
+def two_way_sums(summaries: Tensor, log_rate: Tensor, window: int) -> Tensor:
+    """Compute the sums over |i - j| >= window of lambda_r^|i - j| S_j, [B, G, M, X] -> [B, G, M, R, X], quadratic in M."""
+    distance = block_distances(summaries.shape[2], summaries).abs()
+    mixing = powers(log_rate, distance).masked_fill(distance < window, 0).transpose(1, 2)  # [G, M, R, M]
+    return (mixing.flatten(1, 2) @ summaries).unflatten(2, (-1, log_rate.shape[1]))
 
 
 def decayed_sums(summaries: Tensor, log_rate: Tensor, window: int = 1, sequence_id: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..reference import divide_or_zero
 from ..state import RingState
-from ..torch_layout import TokenLayout, ring_slot, visible_slots
+from ..torch_layout import TokenMove, TokenPlaces, ring_slot, take_tokens, visible_slots
 from .attention import BlockRun, PastSums, SinkTokens, attend_run, far_range, merge_near_and_far, with_ones
 from .decays import Decays
 from .fused_softmax import causal_softmax, make_mask, softmax_forward
@@ -29,27 +29,14 @@ KeyMap = Callable[[Tensor, Tensor], Tensor]
 class WindowedState(RingState):
     """The decoder state of near and far attention, for B rows; changed in place, without gradients.
 
-    S is the number of sinks and W = (window + 1) * C the size of the ring; `ring_slot` says which token is in which slot.
-
-    Args:
-        k: [B, G, S + W, D], keys: the sinks, then the ring.
-        v: [B, G, S + W, V], values.
-        valid: bool [B, S + W], the slots that hold a real token.
-        cos_sin: [B, S + W, 1, A], cosines and sines with which the A rotated dimensions of each key were rotated (A may be
-            0). The far part undoes the rotation.
-        running: [B, G, R, V + 1, K], the sums of `PastSums` at the block of the last token, at least fp32; transposed
-            because V + 1 is an awkward width for vector units.
-        pending: [B, G, V + 1, K], likewise the incomplete summary of the block that enters `running` next.
-        cropped: Number of tokens that `crop` has removed, and `rewind` not yet from the sums.
+    Sums are those of `PastSums` at the block of the last token, at least fp32, and transposed because V + 1 is an awkward
+    width for vector units.
     """
 
-    k: Tensor
-    v: Tensor
-    valid: Tensor
-    cos_sin: Tensor
-    running: Tensor
-    pending: Tensor
-    cropped: int = 0
+    cos_sin: Tensor  # [B, S, 1, A], cosines and sines of the rotation of keys, which the far part undoes; A may be 0
+    running: Tensor  # [B, G, R, V + 1, K], the sums
+    pending: Tensor  # [B, G, V + 1, K], the incomplete summary of the block that enters `running` next
+    cropped: int = 0  # number of tokens that `crop` has removed, and `rewind` not yet from the sums
 
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
@@ -145,19 +132,24 @@ def continue_windowed(
             return windowed_step(inputs, map_keys, state, cos_sin)
     if fresh and starts is None and key_mask is None and not torch.compiler.is_compiling():
         return attend_from_start(inputs, map_keys, state, cos_sin)
-    size, num_tokens, before = options.block_size, q.shape[1], state.position.clone()
-    num_new = torch.full_like(before, num_tokens) if starts is None else num_tokens - starts.to(q.device)
-    num_blocks, num_slots = (num_tokens + size - 1) // size, 0
+    size, num_tokens, before, num_slots = options.block_size, q.shape[1], state.position.clone(), state.valid.shape[1]
+    padding = torch.zeros_like(before) if starts is None else starts.to(q.device)
+    num_blocks = (num_tokens + size - 1) // size
     first_block = torch.zeros_like(before)
     if not fresh:  # begin early enough to cover the window of the open block
-        num_blocks, num_slots = num_blocks + options.window, state.k.shape[2]
+        num_blocks = num_blocks + options.window
         first_block = ((before - 1).clamp(min=0) // size - options.window + 1).clamp(min=0)
-    layout = TokenLayout(before, num_new, num_tokens, first_block, num_blocks, size, num_slots, q.device, options.sinks)
-    held_k, held_v = state.k.transpose(1, 2), state.v.transpose(1, 2)
+    places = TokenPlaces(before, padding, num_tokens, 0 if fresh else num_slots, num_slots, options.sinks, q.device)
+    first = first_block[:, None] * size
+    source = places.find(first + torch.arange(num_blocks * size, device=q.device))
     valid = q.new_ones(q.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-    valid = layout.place_keys(state.valid, valid) & layout.filled
-    k, v, cos_sin = (layout.place_keys(*x) for x in ((held_k, k), (held_v, v), (state.cos_sin, cos_sin)))
-    q, q_features = (layout.place_queries(x) for x in (q, q_features))
+    held = state.k.transpose(1, 2), state.v.transpose(1, 2), state.valid, state.cos_sin
+    tokens = [k, v, valid, cos_sin]
+    if not fresh:
+        tokens = [torch.cat([old, new.to(old.dtype)], 1) for old, new in zip(held, tokens, strict=True)]
+    k, v, valid, cos_sin = (take_tokens(x, source) for x in tokens)
+    move = TokenMove(*places.move_new(first, num_blocks * size))
+    q, q_features = move.move(q, q_features)
     k_features = map_keys(k, cos_sin)
     past = sink_tokens = None
     first_query_block = 0
@@ -166,71 +158,52 @@ def continue_windowed(
         if q.device.type == "cpu" and not torch.compiler.is_compiling():  # else reading positions would cost more
             first_query_block = int((before // size - first_block).min())
     with torch.no_grad():
-        for held, laid_out in ((held_k, k), (held_v, v), (state.valid, valid), (state.cos_sin, cos_sin)):
-            layout.keep(held, laid_out)
-        state.position.copy_(before + num_new)
+        for old, x in zip(held, tokens, strict=True):
+            places.write(old, x)
+        state.position.add_(num_tokens - padding)
+        state.refresh_pending(map_keys, options)
     if not fresh and options.sinks:  # which may be new tokens, written above
-        sinks = slice(0, options.sinks)
-        sink_tokens = SinkTokens(held_k[:, sinks], held_v[:, sinks], state.valid[:, sinks])
+        sink_tokens = SinkTokens(*(x[:, None, : options.sinks] for x in held[:3]))
     inputs = inputs._replace(q=q, k=k, v=v, q_features=q_features)
-    run = BlockRun(inputs, k_features, layout.blocks, valid, None, sink_tokens, past, first_query_block)
-    return layout.take_back(attend_and_keep_sums(run, map_keys, state))
+    blocks = first_block[:, None] + torch.arange(num_blocks, device=q.device)
+    run = BlockRun(inputs, k_features, blocks, valid, None, sink_tokens, past, first_query_block)
+    return move.take_back(attend_and_keep_sums(run, state))
 
 
 def attend_from_start(inputs: WindowedInputs, map_keys: KeyMap, state: WindowedState, cos_sin: Tensor) -> Tensor:
     """Compute `continue_windowed` for whole sequences, where no token has to be moved."""
     q, k, v, q_features, _, balance, options, *_ = inputs
     num_tokens, size = q.shape[1], options.block_size
-    if balance is not None and num_tokens <= options.window * size and not torch.is_grad_enabled():  # nothing is far
-        fill_state(k, v, map_keys, state, options, cos_sin)
-        return causal_softmax(q, k, v, options.scale)
+    fill_state(k, v, map_keys, state, options, cos_sin)
     first_far, end = far_range(num_tokens, options)
     if balance is not None and not torch.is_grad_enabled():
+        if num_tokens <= options.window * size:  # nothing is far
+            return causal_softmax(q, k, v, options.scale)
         q_features = q_features[:, first_far - num_tokens + q_features.shape[1] :]  # if it does not begin there already
     end = num_tokens if q_features.shape[1] == num_tokens else end
     k_features = map_keys(k[:, :end], cos_sin[:, :end])
-    write_from_start(k, v, cos_sin, state, options)
     blocks = torch.arange((num_tokens + size - 1) // size, device=q.device)[None]
-    run = BlockRun(inputs._replace(q_features=q_features), k_features, blocks)
-    return attend_and_keep_sums(run, map_keys, state)
+    return attend_and_keep_sums(BlockRun(inputs._replace(q_features=q_features), k_features, blocks), state)
 
 
-def attend_and_keep_sums(run: BlockRun, map_keys: KeyMap, state: WindowedState) -> Tensor:
-    """Compute the outputs of a run [B, T, H, V], and write its sums into the state, which holds its tokens already."""
-    options = run.inputs.options
+def attend_and_keep_sums(run: BlockRun, state: WindowedState) -> Tensor:
+    """Compute the outputs of a run [B, T, H, V], and write its running sums into the state, which holds its tokens."""
     with torch.autocast(run.inputs.q.device.type, enabled=False):
-        o, running = attend_run(run, (state.position - 1).clamp(min=0) // options.block_size)
+        o, running = attend_run(run, (state.position - 1).clamp(min=0) // state.block_size)
     assert running is not None  # `attend_run` returns sums for an end block
     with torch.no_grad():
         state.running.copy_(running.mT)
-        state.refresh_pending(map_keys, options)
     return o
 
 
 @torch.no_grad()
-def write_from_start(k: Tensor, v: Tensor, cos_sin: Tensor, state: WindowedState, options: WindowedOptions) -> None:
-    """Put T tokens of every row into an empty state, without their sums."""
-    num_tokens, sinks = k.shape[1], options.sinks
-    ring = state.k.shape[2] - sinks
-    oldest = max(sinks, num_tokens - ring)  # token in the ring
-    turn = (oldest // ring + 1) * ring  # the next token that is written into the first slot of the ring
-    first, second = (oldest, min(turn, num_tokens), sinks + oldest % ring), (turn, num_tokens, sinks)
-    for begin, end, slot in ((0, min(sinks, num_tokens), 0), first, second):
-        if begin < end:
-            tokens, slots = slice(begin, end), slice(slot, slot + end - begin)
-            state.k[:, :, slots] = k[:, tokens].transpose(1, 2)
-            state.v[:, :, slots] = v[:, tokens].transpose(1, 2)
-            state.cos_sin[:, slots] = cos_sin[:, tokens]
-            state.valid[:, slots] = True
-    state.position.add_(num_tokens)
-
-
 def fill_state(
     k: Tensor, v: Tensor, map_keys: KeyMap, state: WindowedState, options: WindowedOptions, cos_sin: Tensor
 ) -> None:
-    """Put T tokens of every row, which fit the window, into an empty state."""
-    write_from_start(k, v, cos_sin, state, options)
-    if k.shape[1] > (options.window - 1) * options.block_size:  # else no token has to be summed yet
+    """Put T tokens of every row into an empty state, and sum the pending ones."""
+    kept, slots = state.fill(k, v, options.sinks)
+    state.cos_sin[:, slots] = cos_sin[:, kept]
+    if k.shape[1] > (options.window - 1) * options.block_size:  # else none is pending
         state.refresh_pending(map_keys, options)
 
 

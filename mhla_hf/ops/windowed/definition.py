@@ -10,7 +10,7 @@ from .salient import VOTE_UNITS, voting_places
 
 
 def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
-    """Compute `windowed_attention` or `two_way_attention`, [B, T, H, V] in fp32, or in fp64 if q is."""
+    """Compute `windowed_attention`, [B, T, H, V] in fp32, or in fp64 if q is."""
     q, k, v, q_features, decays, balance, options, key_mask, starts, cu_seqlens = inputs
     dtype = torch.promote_types(q.dtype, torch.float32)
     num_tokens, num_heads = q.shape[1], q.shape[2]
@@ -55,13 +55,13 @@ def token_positions(num_tokens: int, starts: Tensor | None, cu_seqlens: Tensor |
 
 
 def salient_reference(
-    q: Tensor, k: Tensor, v: Tensor, options: WindowedOptions, *, key_mask: Tensor | None = None,
-    starts: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: WindowedOptions, *, starts: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `salient_attention`, [B, T, H, V] in fp32, or in fp64 if q is."""
     dtype, num_tokens, group = torch.promote_types(q.dtype, torch.float32), q.shape[1], q.shape[2] // k.shape[2]
     blocks = Blocks.sequence(num_tokens, options.block_size)
-    query_block, key_block, visible = token_relations(q, k, blocks, blocks, True, key_mask, cu_seqlens, starts)
+    query_block, key_block, visible = token_relations(q, k, blocks, blocks, True, None, cu_seqlens, starts)
     distance = query_block[:, :, None] - key_block[:, None, :]
     position = token_positions(num_tokens, starts, cu_seqlens, q.device)
     in_window_or_sink = (distance < options.window) | (position < options.sinks)[:, None, :]

@@ -51,22 +51,14 @@ def count_votes(score: Tensor, lse: Tensor, is_vote: Tensor) -> Tensor:
 
 
 class KeyLists(NamedTuple):
-    """The keys that the queries of M blocks see, as places among P tokens. C is the block size, S the number of sinks.
+    """The keys that the queries of M blocks see, as places among P tokens. C is the block size, S the number of sinks."""
 
-    Args:
-        k, v: [B, G, P, ...], keys and values of the tokens.
-        block: int64 [B or 1, M], the index of each block in its sequence.
-        near: int64 [B or 1, M, S + window * C], the places of sinks and window.
-        is_near: bool, likewise, which of them are keys.
-        is_full: Whether they are all keys from the `window`-th block on, and rows have no tokens before the run.
-    """
-
-    k: Tensor
-    v: Tensor
-    block: Tensor
-    near: Tensor
-    is_near: Tensor
-    is_full: bool
+    k: Tensor  # [B, G, P, D], keys of the tokens
+    v: Tensor  # [B, G, P, V], their values
+    block: Tensor  # int64 [B or 1, M], the index of each block in its sequence
+    near: Tensor  # int64 [B or 1, M, S + window * C], the places of sinks and window
+    is_near: Tensor  # bool, likewise, which of them are keys
+    is_full: bool  # whether all are from the `window`-th block on, and rows have no tokens before the run
 
     def rows(self, near: Tensor, num_kv_heads: int) -> Tensor:
         """Turn places [B or 1, G or 1, m, L] into rows of the flattened k and v, [B * m, G, L]."""
@@ -76,29 +68,20 @@ class KeyLists(NamedTuple):
 
 
 class SalientStart(NamedTuple):
-    """What a state passes to a run.
+    """What a state passes to a run."""
 
-    Args:
-        block: int64 [B, 1], the newest block that the state has opened.
-        cast: int32 [B, G, C], the votes so far for the first block of its window.
-        rank, place: int64 [B, G, N + C], ranks and places of the tokens that can be salient.
-    """
-
-    block: Tensor
-    cast: Tensor
-    rank: Tensor
-    place: Tensor
+    block: Tensor  # int64 [B, 1], the newest block that the state has opened
+    cast: Tensor  # int32 [B, G, C], the votes so far for the first block of its window
+    rank: Tensor  # int64 [B, G, N + C], ranks of the tokens that can be salient
+    place: Tensor  # int64, likewise, their places
 
 
 class SalientTokens(NamedTuple):
-    """Ranks and places int64 [B, G, M, N] of the salient tokens of M blocks, and their votes int32 [B, G, M, C].
+    """The salient tokens of M blocks."""
 
-    A block votes for the first block of its window.
-    """
-
-    rank: Tensor
-    place: Tensor
-    votes: Tensor
+    rank: Tensor  # int64 [B, G, M, N], their ranks
+    place: Tensor  # int64, likewise, their places
+    votes: Tensor  # int32 [B, G, M, C], those of each block for the first block of its window
 
 
 class ListedSoftmax(torch.autograd.Function):
@@ -141,8 +124,8 @@ def sum_rows(grad: Tensor, rows: Tensor, x: Tensor) -> Tensor:
 
 
 def salient_attention(
-    q: Tensor, k: Tensor, v: Tensor, options: WindowedOptions, *, key_mask: Tensor | None = None,
-    starts: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: WindowedOptions, *, starts: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend to window, sinks, and salient tokens; `salient.py` has the definition.
 
@@ -150,7 +133,7 @@ def salient_attention(
         q: [B, T, H, D], queries.
         k, v: [B, T, G, ...], keys and values.
         options: The options, with `salient` at least 1.
-        key_mask, starts, cu_seqlens: As in `mhla`; not both of `starts` and `cu_seqlens`.
+        starts, cu_seqlens: As in `mhla`; not both of `starts` and `cu_seqlens`.
 
     Returns:
         [B, T, H, V] in v's dtype.
@@ -158,7 +141,7 @@ def salient_attention(
     Raises:
         ValueError: If both `starts` and `cu_seqlens` are given.
     """
-    size, aligned = options.block_size, align_blocks(q, options.block_size, key_mask, starts, cu_seqlens)
+    size, aligned = options.block_size, align_blocks(q, options.block_size, None, starts, cu_seqlens)
     q, k, v = aligned.tokens.move(q, k, v)
     block, num_tokens, length = aligned.block, q.shape[1], len(aligned.block) * size
     is_full = aligned.valid is None and not torch.compiler.is_compiling()

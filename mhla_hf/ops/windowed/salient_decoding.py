@@ -5,7 +5,6 @@ the kept ones, and `crop` can take back up to a block. Every step does the same 
 row has its own position.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..state import RingState
-from ..torch_layout import MoveTokens, resize_tokens, ring_slot, slot_positions, visible_slots
+from ..torch_layout import MoveTokens, TokenPlaces, resize_tokens, ring_slot, take_tokens, visible_slots
 from .inputs import WindowedOptions
 from .salient import (
     KeyLists,
@@ -24,7 +23,6 @@ from .salient import (
     list_keys,
     position_of,
     rank_tokens,
-    take_rows,
     voting_places,
 )
 
@@ -33,7 +31,6 @@ class SalientStep(NamedTuple):
     """What one new token per row reads and writes; it depends on positions and padding alone, so layers can share it."""
 
     slot: Tensor  # int64 [B], the slot of the new token
-    is_key: Tensor  # bool [B], whether it is a key
     is_part: Tensor  # bool [B], whether its row takes part
     valid: Tensor  # bool [B, S], the slots that hold a real token, the new one included
     opens: Tensor  # bool [B, 1, 1], whether it is the first of a block that no earlier token has opened
@@ -51,33 +48,29 @@ class SalientStep(NamedTuple):
 
 @torch.no_grad()
 def plan_salient_step(
-    position: Tensor, furthest: Tensor, valid: Tensor, options: WindowedOptions, starts: Tensor | None = None,
-    key_mask: Tensor | None = None,
+    position: Tensor, furthest: Tensor, valid: Tensor, options: WindowedOptions, starts: Tensor | None = None
 ) -> SalientStep:  # fmt: skip
     """Plan a step of every row of a `SalientState`, which has these tensors."""
     size, reach, num_slots = options.block_size, options.window * options.block_size, valid.shape[1]
     rows = torch.arange(len(position), device=position.device)[:, None]
     tokens = torch.arange(size, device=position.device)
     place, first = position % size, position // size * size  # first token of the block
-    is_key = torch.ones_like(position, dtype=torch.bool) if key_mask is None else key_mask[:, 0]
-    is_part = torch.ones_like(is_key) if starts is None else starts.to(position.device) == 0
+    is_part = torch.ones_like(position, dtype=torch.bool) if starts is None else starts.to(position.device) == 0
     slot = ring_slot(position, num_slots, options.sinks)
-    valid = valid.scatter(1, slot[:, None], is_key[:, None])
+    valid = valid.scatter(1, slot[:, None], True)
     # Tokens fed anew after a crop neither open blocks, nor compare tokens, nor vote.
     is_ahead = is_part & (position >= furthest)
     last = torch.where(is_ahead, position, torch.maximum(position, furthest) - 1)[:, None]
     left_position = last.clamp(min=0) // size * size - reach + tokens
     left_slot = ring_slot(left_position.clamp(min=0), num_slots, options.sinks)
     oldest = first[:, None] + size - reach
-    near = visible_slots(position, num_slots, size, options.window, options.sinks) & valid
     voted = oldest + tokens
     voted_slot = ring_slot(voted.clamp(min=0), num_slots, options.sinks)
     voting = voting_places(options)
-    is_voter = is_ahead & is_key & (place % voting.step == voting.start)
+    is_voter = is_ahead & (place % voting.step == voting.start)
     is_vote = (voted >= 0) & (voted <= position[:, None]) & valid[rows, voted_slot] & is_voter[:, None]
     return SalientStep(
         slot=slot,
-        is_key=is_key,
         is_part=is_part,
         valid=valid,
         opens=(is_ahead & (place == 0))[:, None, None],
@@ -88,7 +81,7 @@ def plan_salient_step(
         is_compared=is_ahead[:, None],
         is_pending=((left_position + reach > last) & (left_position < oldest))[:, None],
         oldest=oldest[..., None],
-        near=near,
+        near=visible_slots(position, num_slots, size, options.window, options.sinks) & valid,
         voted_slot=voted_slot,
         is_vote=is_vote[:, None, None],
     )
@@ -98,25 +91,15 @@ def plan_salient_step(
 class SalientState(RingState):
     """The decoder state of B rows: sinks, a ring of `window + 1` blocks, and N salient tokens per KV head.
 
-    It is changed in place, without gradients. S is the number of sinks and ring slots; `ring_slot` says which token is in
-    which.
-
-    Args:
-        k: [B, G, S + N, D], keys: sinks, ring, and salient tokens.
-        v: [B, G, S + N, V], values.
-        valid: bool [B, S], the slots that hold a real token.
-        rank: int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot.
-        cast: int32 [B, G, C], the votes so far for the oldest block in the window of the last token.
-        final: int32 [B, G, C], the votes for the block that left this window; -1 for tokens that are no candidates. They
-            are in the ring, and visible if they are among the N best, until a step has compared them with the kept ones.
+    The salient tokens come after the slots in k and v. Tokens of the block that left the window are in the ring, and visible
+    if they are among the N best, until a step has compared them with the kept ones.
     """
 
-    k: Tensor
-    v: Tensor
-    valid: Tensor
-    rank: Tensor
-    cast: Tensor
-    final: Tensor
+    rank: Tensor  # int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot
+    cast: Tensor  # int32 [B, G, C], the votes so far for the oldest block in the window of the last token
+    final: (
+        Tensor  # int32 [B, G, C], the votes for the block that left this window; -1 for tokens that cannot be salient
+    )
 
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
@@ -137,12 +120,6 @@ class SalientState(RingState):
             final=k.new_full((batch, num_kv_heads, size), -1, dtype=torch.int32),
         )
 
-    def plan_step(
-        self, options: WindowedOptions, starts: Tensor | None = None, key_mask: Tensor | None = None
-    ) -> "SalientStep":
-        """Plan the step of one new token of every row."""
-        return plan_salient_step(self.position, self.furthest, self.valid, options, starts, key_mask)
-
     def start(self, options: WindowedOptions) -> SalientStart:
         """Return what a run continues from."""
         size, reach, num_slots = self.block_size, options.window * self.block_size, self.valid.shape[1]
@@ -158,14 +135,14 @@ class SalientState(RingState):
 
 def continue_salient(
     q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, *, starts: Tensor | None = None,
-    key_mask: Tensor | None = None, fresh: bool = False, plan: SalientStep | None = None,
+    fresh: bool = False, plan: SalientStep | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `salient_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
     Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
 
     Args:
-        q, k, v, options, key_mask: As in `salient_attention`.
+        q, k, v, options: As in `salient_attention`.
         state: The state; changed in place.
         starts: int64 [B], the first real one of the new tokens of each row.
         fresh: Whether the state is empty, so that it need not be read.
@@ -175,30 +152,22 @@ def continue_salient(
         [B, T, H, V] in v's dtype; zeros for padding.
     """
     if q.shape[1] == 1 and not fresh:
-        return salient_step(q, k, v, state, options, plan or state.plan_step(options, starts, key_mask))
+        plan = plan or plan_salient_step(state.position, state.furthest, state.valid, options, starts)
+        return salient_step(q, k, v, state, options, plan)
     batch, num_tokens, size, window = *q.shape[:2], options.block_size, options.window
     num_slots, before = state.valid.shape[1], state.position.clone()
     padding = torch.zeros_like(before) if starts is None else starts.to(q.device)
-    end = before + num_tokens - padding
-    is_key = q.new_ones(batch, num_tokens, dtype=torch.bool) if key_mask is None else key_mask
-    is_key = is_key & (torch.arange(num_tokens, device=q.device) >= padding[:, None])
-    is_full = fresh and starts is None and key_mask is None and not torch.compiler.is_compiling()
+    is_key = torch.arange(num_tokens, device=q.device) >= padding[:, None]
+    is_full = fresh and starts is None and not torch.compiler.is_compiling()
     # The run begins with the block of the last token of the state.
     first_block = (before - 1).clamp(min=0) // size
     num_blocks = (num_tokens + size - 1) // size + (0 if fresh else 1)
     block = first_block[:, None] + torch.arange(num_blocks, device=q.device)
     num_held = 0 if fresh else num_slots + options.salient
-
-    def place_of(position: Tensor) -> Tensor:
-        """Return the places of the tokens at positions [B, L] among those of the state and the new ones, or -1."""
-        new = (position - before[:, None] + padding[:, None] + num_held).clamp(max=num_held + num_tokens - 1)
-        if not fresh:
-            new = torch.where(position < before[:, None], ring_slot(position, num_slots, options.sinks), new)
-        return new.masked_fill((position < 0) | (position >= end[:, None]), -1)
-
-    first_position = first_block[:, None] * size
-    place = place_of(first_position + torch.arange((1 - window) * size, num_blocks * size, device=q.device))
-    sinks = place_of(torch.arange(options.sinks, device=q.device).expand(batch, -1))[:, None]
+    places = TokenPlaces(before, padding, num_tokens, num_held, num_slots, options.sinks, q.device)
+    first = first_block[:, None] * size
+    place = places.find(first + torch.arange((1 - window) * size, num_blocks * size, device=q.device))
+    sinks = places.find(torch.arange(options.sinks, device=q.device).expand(batch, -1))[:, None]
     valid = is_key
     if not is_full:
         k, v = (x.masked_fill(~is_key[:, :, None, None], 0) for x in (k, v))
@@ -206,53 +175,37 @@ def continue_salient(
         valid = torch.cat([state.valid, is_key.new_zeros(batch, options.salient), is_key], 1)
         k, v = (torch.cat([held.transpose(1, 2), x.to(held.dtype)], 1) for held, x in ((state.k, k), (state.v, v)))
     keys = list_keys(k, v, place, valid, sinks, block, options, is_full)
-    source = place[:, (window - 1) * size :] - num_held
-    source = source.masked_fill(source < 0, -1)
-    is_voter = is_key.gather(1, source.clamp(min=0)) & (source >= 0)
-    new_position = before[:, None] - padding[:, None] + torch.arange(num_tokens, device=q.device)
-    inverse = (new_position - first_position).masked_fill(new_position < before[:, None], -1)
-    if not is_full:
-        q = MoveTokens.apply(q, source, inverse)
-        position = first_position + torch.arange(num_blocks * size, device=q.device)
-        is_voter = is_voter & (position >= state.furthest[:, None])
-    else:
+    source, inverse = places.move_new(first, num_blocks * size)
+    is_voter = take_tokens(is_key, source)
+    if is_full:
         q = resize_tokens(q, num_blocks * size)
+    else:
+        q = MoveTokens.apply(q, source, inverse)
+        position = first + torch.arange(num_blocks * size, device=q.device)
+        is_voter = is_voter & (position >= state.furthest[:, None])
     o, chosen = attend_to_lists(q, is_voter, keys, options, None if fresh else state.start(options))
     with torch.no_grad():
-        write_salient(state, chosen, keys, valid, place_of, before, end, options)
+        write_salient(state, chosen, keys, valid, places, before + num_tokens - padding, options)
     return resize_tokens(o, num_tokens) if is_full else MoveTokens.apply(o, inverse, source)
 
 
-@torch.no_grad()
-def fill_salient(k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions) -> None:
-    """Put T tokens of every row, at most `window - 1` blocks, for which no query votes yet, into an empty state."""
-    slots = ring_slot(torch.arange(k.shape[1], device=k.device), state.valid.shape[1], options.sinks)
-    state.k[:, :, slots] = k.transpose(1, 2)
-    state.v[:, :, slots] = v.transpose(1, 2)
-    state.valid[:, slots] = True
-    state.position.add_(k.shape[1])
-
-
 def write_salient(
-    state: SalientState, chosen: SalientTokens, keys: KeyLists, valid: Tensor, place_of: Callable[[Tensor], Tensor],
-    before: Tensor, end: Tensor, options: WindowedOptions,
+    state: SalientState, chosen: SalientTokens, keys: KeyLists, valid: Tensor, places: TokenPlaces, end: Tensor,
+    options: WindowedOptions,
 ) -> None:  # fmt: skip
-    """Update a state of `before` tokens int64 [B] to `end` tokens after a run, whose keys are `valid` bool [B, P]."""
-    num_slots, rows = state.valid.shape[1], torch.arange(len(end), device=end.device)
-    position = slot_positions(end, num_slots, options.sinks)
-    is_new, place = position >= before[:, None], place_of(position).clamp(min=0)
-    done = torch.maximum(before, state.furthest)
+    """Update a state to `end` tokens int64 [B] after a run, whose keys are `valid` bool [B, P]."""
+    num_slots, rows, heads = state.valid.shape[1], *(torch.arange(n, device=end.device) for n in state.rank.shape[:2])
+    done = torch.maximum(state.position, state.furthest)
     # The last block among those of the run. Where no token is newer than all before a crop, nothing is chosen again.
     last = (torch.maximum(end, done) - 1).clamp(min=0) // options.block_size - keys.block[:, 0]
     last, grows = last.clamp(max=keys.block.shape[1] - 1), (end > done)[:, None, None]
-    kept = chosen.place[rows, :, last]
-    num_kv_heads = kept.shape[1]
-    places = torch.cat([place[:, None].expand(-1, num_kv_heads, -1), kept.clamp(min=0)], 2)
-    is_written = torch.cat([is_new[:, None].expand(-1, num_kv_heads, -1), grows.expand_as(kept)], 2)[..., None]
+    kept = chosen.place[rows, :, last].clamp(min=0)
     for held, x in ((state.k, keys.k), (state.v, keys.v)):
-        values = take_rows(x.flatten(0, 2), keys.rows(places[:, :, None], num_kv_heads))
-        held.copy_(torch.where(is_written, values.to(held.dtype), held))
-    state.valid.copy_(torch.where(is_new, valid.gather(1, place), state.valid))
+        places.write(held[:, :, :num_slots].transpose(1, 2), x.transpose(1, 2))
+        salient = held[:, :, num_slots:]
+        new = x[rows[:, None, None], heads[:, None], kept].to(held.dtype)
+        salient.copy_(torch.where(grows[..., None], new, salient))
+    places.write(state.valid, valid)
     state.rank.copy_(torch.where(grows, chosen.rank[rows, :, last], state.rank))
     state.cast.copy_(torch.where(grows, chosen.votes[rows, :, last], state.cast))
     state.final.masked_fill_(grows, -1)
@@ -271,7 +224,7 @@ def salient_step(
     num_slots, num_kv_heads = state.valid.shape[1], k.shape[2]
     rows, heads = torch.arange(len(q), device=q.device)[:, None], torch.arange(num_kv_heads, device=q.device)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
-        held[rows[:, 0], :, plan.slot] = new.masked_fill(~plan.is_key[:, None, None], 0).to(held.dtype)
+        held[rows[:, 0], :, plan.slot] = new.to(held.dtype)
     state.valid.copy_(plan.valid)
     # At the first token of a block, the votes for the block that leaves the window are final.
     cast = state.cast.masked_fill(~plan.is_candidate, -1)

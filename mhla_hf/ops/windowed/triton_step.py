@@ -5,7 +5,7 @@ U = G / P the number of KV heads in a page, and S that of slots. A tensor of pag
 stride of the page); a page is contiguous.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, no_type_check
 
 import torch
@@ -19,16 +19,6 @@ from .decays import Decays
 from .inputs import WindowedInputs, WindowedOptions
 
 SMALL_PAGES = WindowedOptions(4, scale=0.125, impl="torch")
-
-
-@dataclass
-class PageTensors:
-    """The parts of all pages; see `WindowedState` for what they hold."""
-
-    running: Tensor  # [pages, U, R, V + 1, F]
-    pending: Tensor  # [pages, U, V + 1, F]
-    k: Tensor  # [pages, U, S, D]
-    v: Tensor  # [pages, U, S, V]
 
 
 @kernel
@@ -150,7 +140,7 @@ def page_attention_kernel(
 
 
 def page_step(
-    q: Tensor, q_features: Tensor, k_features: Tensor, tensors: PageTensors, pages: Tensor, position: Tensor,
+    q: Tensor, q_features: Tensor, k_features: Tensor, parts: Mapping[str, Tensor], pages: Tensor, position: Tensor,
     decays: Decays, balance: Tensor | None, options: WindowedOptions,
 ) -> Tensor:  # fmt: skip
     """Continue `windowed_attention` by one token per request, as `windowed_step` does, and update its pages in place.
@@ -160,7 +150,8 @@ def page_step(
         q_features: [N, H, F].
         k_features: [N, G, F], the features of the key `options.window - 1` blocks before the new token; ignored if there is
             none.
-        tensors: The pages, which must hold the key and the value of the new token already.
+        parts: What all pages hold, by the names of `WindowedState`: "running" [pages, U, R, V + 1, F], "pending"
+            [pages, U, V + 1, F], "k" [pages, U, S, D], and "v" [pages, U, S, V], the new token included.
         pages: int64 [N, P], the pages of each request, with the KV heads in the model's order.
         position: int64 [N], the position of the new token; where it is 0, the sums in the pages are ignored. Rows of padding
             have position -1, and outputs 0.
@@ -170,8 +161,8 @@ def page_step(
         fp32 [N, H, V].
     """
     batch, num_heads, key_width = q.shape
-    _, heads_per_page, num_slots, value_width = tensors.v.shape
-    num_rates, num_features = tensors.running.shape[2], tensors.running.shape[-1]
+    _, heads_per_page, num_slots, value_width = parts["v"].shape
+    num_rates, num_features = parts["running"].shape[2], parts["running"].shape[-1]
     num_kv_heads = pages.shape[1] * heads_per_page
     o = torch.empty(batch, num_heads, value_width, dtype=torch.float32, device=q.device)
     if not batch:
@@ -179,8 +170,7 @@ def page_step(
     decays = decays.to(torch.float32)
     feature_lanes = next_lanes(num_features)
     value_tile = min(32 if feature_lanes <= 128 else 16, next_lanes(value_width))
-    parts = tensors.running, tensors.pending, tensors.k, tensors.v
-    running, pending, keys, values = ((x, x.stride(0)) for x in parts)
+    running, pending, keys, values = ((parts[name], parts[name].stride(0)) for name in ("running", "pending", "k", "v"))
     shared: dict[str, Any] = {
         "running": running, "values": values, "pages": pages.contiguous(), "position": position,
         "block_size": options.block_size, "window": options.window, "sinks": options.sinks, "num_slots": num_slots,
@@ -240,22 +230,22 @@ def small_page_call(
     def allocate(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.full((3, heads_per_page, *shape), torch.nan, dtype=dtype, device=device)
 
-    tensors = PageTensors(
-        running=allocate(num_rates, width + 1, num_features, dtype=torch.float32),
-        pending=allocate(width + 1, num_features, dtype=torch.float32),
-        k=allocate(num_slots, width, dtype=dtype),
-        v=allocate(num_slots, width, dtype=dtype),
-    )
+    parts = {
+        "running": allocate(num_rates, width + 1, num_features, dtype=torch.float32),
+        "pending": allocate(width + 1, num_features, dtype=torch.float32),
+        "k": allocate(num_slots, width, dtype=dtype),
+        "v": allocate(num_slots, width, dtype=dtype),
+    }
     pages = torch.tensor([[2, 0]], device=device)
     outputs = []
     for t in range(num_tokens):
         position = torch.tensor([t], device=device)
         slot = ring_slot(position, num_slots, options.sinks)
-        for held, new in ((tensors.k, k), (tensors.v, v)):
+        for held, new in ((parts["k"], k), (parts["v"], v)):
             held[pages, :, slot[:, None]] = new[None, t].unflatten(1, (2, heads_per_page))
         old = k_features[None, max(t - (options.window - 1) * options.block_size, 0)]
         outputs.append(
-            page_step(q[None, t], q_features[None, t], old, tensors, pages, position, decays, balance, options)
+            page_step(q[None, t], q_features[None, t], old, parts, pages, position, decays, balance, options)
         )
     q, k, v, q_features, k_features = (x[None].double() for x in (q, k, v, q_features, k_features))
     inputs = WindowedInputs(q, k, v, q_features, decays.to(torch.float64), balance, options)

@@ -31,13 +31,13 @@ Sample = tuple[torch.Tensor, torch.Tensor]  # pixels fp32 [C, H, W], class proba
 
 @dataclasses.dataclass(eq=False)
 class LabeledImages:
-    """N images, uint8 [N, C, H, W], paths or PIL images, with labels [N]. `identity` is a hash, computed if it is None."""
+    """N images, uint8 [N, C, H, W], paths or PIL images, with labels [N]. `identity` is a hash of the data."""
 
     items: Any
     labels: Any
     name: str
     class_names: Sequence[str] | None = None
-    identity: str | None = None
+    identity: str = ""
 
     def __post_init__(self) -> None:
         self.labels = torch.as_tensor(self.labels).long()
@@ -49,9 +49,6 @@ class LabeledImages:
         return len(self.labels)
 
     def describe(self) -> dict[str, Any]:
-        if self.identity is None:
-            content = self.items.numpy().tobytes() + self.labels.numpy().tobytes()
-            self.identity = hashlib.sha256(content).hexdigest()[:32]
         return {"kind": "images", "images": len(self), "sha256": self.identity}
 
     def classes(self) -> dict[str, Any]:
@@ -86,8 +83,7 @@ class LabeledImages:
 
     def _renumber(self, numbers: Sequence[int], class_names: Sequence[str] | None = None) -> "LabeledImages":
         self.check_labels(len(numbers))
-        labels = torch.tensor(numbers)[self.labels]
-        return LabeledImages(self.items, labels, self.name, class_names, self.describe()["sha256"])
+        return dataclasses.replace(self, labels=torch.tensor(numbers)[self.labels], class_names=class_names)
 
     def check_labels(self, num_classes: int, argument: str = "data") -> None:
         """Raise ValueError unless all labels are from 0 to `num_classes` - 1. Test splits on the Hub hide theirs as -1."""
@@ -143,7 +139,8 @@ def open_images(data: Any, split: str = "train", labeled: bool = True) -> Labele
         if images.ndim != 4 or images.dtype != torch.uint8 or labels.ndim != 1:
             got = f"tensors {tuple(images.shape)} of {images.dtype} and {tuple(labels.shape)}"
             raise ValueError(f"data: got {got}, expected images uint8 [N, C, H, W] and labels [N].")
-        return LabeledImages(images, labels, "a pair of tensors")
+        identity = hashlib.sha256(images.numpy().tobytes() + labels.long().numpy().tobytes()).hexdigest()[:32]
+        return LabeledImages(images, labels, "a pair of tensors", identity=identity)
     name = "a dataset"
     if isinstance(data, (str, Path)):
         path, name = check_data_path(data), str(data)

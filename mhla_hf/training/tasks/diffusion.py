@@ -196,24 +196,20 @@ class DiffusionTask(Task[DiffusionStage]):
 
     def previewer(self, source: Any) -> Callable[[DiffusionStage, int], list[Any]]:
         """Return a function that samples for the first row of the data; ValueError if that lacks a pipeline's arguments."""
-        arguments = self._preview_arguments(source)
+        arguments: dict[str, Any] = {"class_labels": [0]}
+        if source.arguments is not None:
+            arguments = dict(source.arguments.rows[0])
+        elif source.latents is not None:  # the class or prompt beside the first of them
+            condition = source.latents.sample(0)[1]
+            names = {"prompt_embeds": "encoder_hidden_states", "prompt_attention_mask": "encoder_attention_mask"}
+            arguments = {name: condition[key][None] for name, key in names.items() if key in condition}
+            if "class_labels" in condition:
+                arguments = {"class_labels": [int(condition["class_labels"])]}
+            elif "prompt" in condition:
+                arguments = {"prompt": condition["prompt"]}
         PipelineArguments([arguments], source.name, None).check(self.student_pipeline)
         pipeline, component = self.student_pipeline, self.component
         return lambda stage, seed: sample_images(pipeline, component, self.student, stage, arguments, seed)
-
-    def _preview_arguments(self, source: Any) -> dict[str, Any]:
-        """Return the pipeline's arguments for the first row of the data; of latents, the class or prompt beside them."""
-        if source.arguments is not None:
-            return dict(source.arguments.rows[0])
-        if source.latents is None:
-            return {"class_labels": [0]}
-        condition = source.latents.sample(0)[1]
-        if "class_labels" in condition:
-            return {"class_labels": [int(condition["class_labels"])]}
-        if "prompt" in condition:
-            return {"prompt": condition["prompt"]}
-        names = {"prompt_embeds": "encoder_hidden_states", "prompt_attention_mask": "encoder_attention_mask"}
-        return {name: condition[key][None] for name, key in names.items() if key in condition}
 
     def take(self, reader: Any, stage: DiffusionStage, rows: slice) -> TensorsAndWeights:
         batch = reader.take(stage.batch_size, rows)

@@ -1,5 +1,6 @@
 """The task of image models: classifiers learn from labels and a teacher's logits, vision towers from its features."""
 
+import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -42,8 +43,7 @@ class ImageObjective(Objective):
         if self.stage.loss == "features":
             with torch.no_grad():
                 target = get_tower(self.teacher)(pixel_values=teacher_pixels).last_hidden_state
-            output = get_tower(self.student)(pixel_values=pixels).last_hidden_state
-            loss = relative_error(output, target) * image_weight
+            loss = relative_error(get_tower(self.student)(pixel_values=pixels).last_hidden_state, target) * image_weight
             return loss, {"loss": loss.detach()}
         logs: dict[str, torch.Tensor] = {}
         total: Any = 0.0
@@ -105,8 +105,7 @@ class ImageTask(Task[ImageStage]):
         self.num_classes = config.num_labels if reads_labels else 1
         if reads_labels:
             return images.renumber_for(config)
-        no_labels = torch.zeros(len(images))  # data in memory may have some
-        return LabeledImages(images.items, no_labels, images.name, identity=images.describe()["sha256"])
+        return dataclasses.replace(images, labels=torch.zeros(len(images)))  # data in memory may have some
 
     def reader(self, source: Any, stage: ImageStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
         return ImageReader(source, stage, (seed, number), self.processor, self.channels, self.num_classes, state)

@@ -236,18 +236,15 @@ def test_opcheck(causal, normalize, dtype):
 
 
 def test_refusals_name_the_reason(monkeypatch):
-    blocks, wide = Blocks.sequence(4, 2), torch.rand(1, 4, 1, 300, device=DEVICE)
-    with pytest.raises(
-        ValueError, match="expected 'auto' or 'torch': heads are 300 wide, and the kernels take at most 256"
-    ):
-        mhla(wide, wide, wide, torch.rand(2, 2, device=DEVICE), blocks=blocks, impl="triton")
-    narrow = torch.rand(1, 4, 1, 3)
+    def refuse(x, words):
+        with pytest.raises(ValueError, match=f"expected 'auto' or 'torch': {words}"):
+            mhla(x, x, x, torch.rand(2, 2, device=x.device), blocks=Blocks.sequence(4, 2), impl="triton")
+
+    refuse(torch.rand(1, 4, 1, 300, device=DEVICE), "heads are 300 wide, and the kernels take at most 256")
     monkeypatch.setattr(register, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="'torch': q is on cpu, where triton runs only with TRITON_INTERPRET=1"):
-        mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
+    refuse(torch.rand(1, 4, 1, 3), "q is on cpu, where triton runs only with TRITON_INTERPRET=1")
     monkeypatch.setattr(register, "triton", None)
-    with pytest.raises(ValueError, match="'torch': triton is not installed"):
-        mhla(narrow, narrow, narrow, torch.rand(2, 2), blocks=blocks, impl="triton")
+    refuse(torch.rand(1, 4, 1, 3), "triton is not installed")
 
 
 IN_A_BUNDLE = """

@@ -43,7 +43,6 @@ def test_tensors_a_folder_and_a_dataset_are_the_same_images(tmp_path, monkeypatc
 
 
 def test_without_labels_images_may_be_anywhere(tmp_path):
-    """Also in folders that are links, and in the folder itself; as a dataset, without a column of labels."""
     labeled = open_images(save_photos(tmp_path / "data", {"a": 3, "b": 2}))
     opened = open_images(tmp_path / "data", labeled=False)
     assert opened.items == labeled.items and opened.class_names is None and not opened.labels.any()
@@ -119,7 +118,6 @@ def test_folders_are_numbered_as_the_model_numbers_its_labels(tmp_path):
 
 
 def test_classes_do_not_matter_where_no_label_is_read(tmp_path):
-    """A teacher's answers need pictures alone; a test set is still numbered by the model's own labels."""
     model = always_the_first(["dog", "cat"])
     teacher, data = copy.deepcopy(model), save_photos(tmp_path / "any", {"x": 1, "y": 1, "z": 1})
     mhla_hf.convert(model)

@@ -14,7 +14,6 @@ from tools.tiny_pipelines import PIPELINES, generate, tiny_transformer
 import mhla_hf
 from mhla_hf.training.pipeline_calls import open_samples
 from mhla_hf.training.recipe import DiffusionStage
-from mhla_hf.training.tasks.diffusion import DiffusionObjective
 
 SIZES = {"wan": [9, 64, 80], "sana-video": [9, 64, 96], "sana": [32, 32], "dit": None, "pixart": None}
 COMMON = {"batch_size": 2, "sampling_steps": 3}
@@ -48,7 +47,6 @@ def distill(out, stages=(TRANSFER, MATCH), data=None, student=None, teacher=None
 
 @pytest.mark.parametrize("family", list(PIPELINES))
 def test_without_data_from_pipeline_to_pipeline(lab, family, tmp_path):
-    """Transfer, LoRA, everything: what moves, that it is one pipeline on disk, and that a second call finds it."""
     teacher, student = PIPELINES[family](), converted(family)
     before = copy.deepcopy(student.transformer.state_dict())
     common = {"batch_size": 2, "sampling_steps": 2, "size": SIZES[family]}
@@ -88,7 +86,6 @@ def test_folder_dataset_and_tensors_are_one_data(lab, tmp_path):
 
 
 def test_texts_beside_latents(lab, tmp_path):
-    """Prompts as texts and prompts as the pipeline encodes them train the same."""
     pipe, prompts = PIPELINES["wan"](), ["a cat", "a dog", "a cat walks"]
     clean = torch.randn(3, 16, 3, 8, 10, generator=torch.Generator().manual_seed(0))
     embeds = pipe.encode_prompt(prompts, max_sequence_length=512)[0]
@@ -111,19 +108,6 @@ def test_a_bare_transformer_and_a_pipeline_whose_transformer_was_converted_alone
     distill(tmp_path / "b", [TRANSFER], student=pipe)
     there = DiffusionPipeline.from_pretrained(tmp_path / "b", trust_remote_code=True)
     assert (generate(there) - generate(pipe)).abs().max() <= 1e-5
-
-
-def test_stopped_run_on_latents_ends_as_the_whole_one(lab, tmp_path, monkeypatch):
-    """In a LoRA stage with a moving average; `test_pipeline_calls.py` stops amid trajectories."""
-    data, stages = latents(), lora_stages(4, ema=0.9, **COMMON)
-    distill(tmp_path / "whole", stages, data)
-    lab.stop_in(monkeypatch, DiffusionObjective, 6)
-    with pytest.raises(KeyboardInterrupt):
-        distill(tmp_path / "out", stages, data)
-    distill(tmp_path / "out", stages, data)
-    assert lab.record(tmp_path / "out")["resumed"] == 1
-    assert lab.weights(tmp_path / "out") == lab.weights(tmp_path / "whole")
-    assert lab.history(tmp_path / "out") == lab.history(tmp_path / "whole")
 
 
 def accumulated(out, parts, **options):

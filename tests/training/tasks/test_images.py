@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from PIL import Image
-from tools.small_towers import small_classifier, softmax_tower
+from tools.small_towers import softmax_tower
 from transformers import ViTImageProcessorPil
 
 import mhla_hf
@@ -120,12 +120,11 @@ def test_a_converted_tower_learns_its_original_without_labels(lab, tmp_path, tow
 
 
 def test_a_classifier_from_scratch_learns_from_one_with_softmax(lab, tmp_path):
-    teacher, student = small_classifier(attention="softmax"), small_classifier()
+    teacher, student = classifier(attention="softmax"), classifier()
     shared = {name: value for name, value in teacher.state_dict().items() if ".softmax." not in name}
     assert not student.load_state_dict(shared, strict=False).unexpected_keys
-    data = torch.randint(0, 256, (8, 1, 32, 32), dtype=torch.uint8), torch.arange(8) % 5
-    transfer = [stage(name="transfer", loss="transfer", steps=12, trainable="attention", batch_size=8)]
-    assert train(tmp_path / "out", student, teacher, data=data, stages=transfer, log_every=1) is student
+    transfer = [stage(name="transfer", loss="transfer", steps=12, trainable="attention")]
+    assert train(tmp_path / "out", student, teacher, stages=transfer, log_every=1) is student
     losses = [entry["loss"] for entry in lab.history(tmp_path / "out")]
     assert losses[-1] < 0.9 * losses[0]
 
