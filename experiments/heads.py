@@ -25,7 +25,8 @@ from mhla_hf.checkpoints.file_io import atomic_file
 from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
 from mhla_hf.conversion.fit import OutputFit, highest_scores, score_heads
-from mhla_hf.conversion.language import give_softmax_back, read_rows
+from mhla_hf.conversion.head_choice import give_softmax_back
+from mhla_hf.conversion.language import read_rows
 from mhla_hf.conversion.sizes import sizes_of_layers
 from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.training.adapters import SETTINGS_FILE, WEIGHTS_FILE

@@ -1,6 +1,7 @@
 """Style and files of figures, tables as text, and the report of a conversion."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,19 +45,37 @@ def draw_heads(measured: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def estimate_choices(measured: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table: estimated KL and cache for several numbers of KV heads that keep softmax."""
-    scores = sorted((x for of_layer in measured["head_scores"].values() for x in of_layer), reverse=True)
-    num_kept, total = sum(map(len, measured["softmax_heads"].values())), len(scores)
-    sizes = measured["cache_bytes"]
+def tabulate_curve(measured: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table: what the original and each measured choice of heads keep, and their caches."""
     rows = []
-    for count in sorted({0, total // 15, total // 10, total // 6, total // 4, total // 2, num_kept}):
-        cells = ["*" * (count == num_kept) + f"{count} of {total}", f"{sum(scores[count:]):.4f}"]
-        for of_length in sizes.values():  # linear in the number of heads
-            per_head = (of_length["softmax"] - of_length["converted"]) / (total - num_kept)
-            cells.append(f"{(of_length['converted'] + (count - num_kept) * per_head) / 2**20:,.1f}")
-        rows.append(cells)
-    return ["KV heads with softmax", "estimated KL", *(f"MiB at {int(n):,}" for n in sizes)], rows
+    for point in measured["curve"]:
+        cells = [
+            "*" * point.get("chosen", False) + str(point["heads"]),
+            str(point.get("salient", "")),
+            f"{point['kl']:.4f}",
+        ]
+        cells += [f"{math.exp(point['recall']):.3f}", f"{point['answers']:.3f}" if "answers" in point else ""]
+        rows.append([*cells, *(f"{size / 2**20:,.1f}" for size in point["bytes"].values())])
+    sizes = [f"MiB at {int(length):,}" for length in measured["cache_bytes"]]
+    return ["softmax heads", "salient tokens", "KL", "copies", "answers", *sizes], rows
+
+
+def draw_curve(measured: Mapping[str, Any], path: PathLike) -> None:
+    """Draw what each measured choice of heads keeps by the size of its cache, a line for each number of salient tokens."""
+    length = list(measured["cache_bytes"])[-1]
+    original, *points = measured["curve"]
+    shown = {"kl": "KL to the original, nats", "recall": "log-probability of copies"}
+    if "answers" in original:
+        shown["answers"] = "probability of answers"
+    with drawing(path, 1, len(shown), figsize=(4 * len(shown), 3.4)) as (_, axes):
+        for axis, (key, title) in zip(axes[0], shown.items(), strict=True):
+            for color, count in zip(PALETTE[2:], sorted({point["salient"] for point in points}), strict=False):
+                line = [(p["bytes"][length] / 2**20, p[key]) for p in points if p["salient"] == count]
+                axis.plot(*zip(*line, strict=True), marker="o", color=color, label=f"{count} salient tokens")
+            axis.axhline(original[key], color=COLORS["teacher"], linewidth=1, label="original")
+            axis.set_title(title)
+            axis.set_xlabel(f"MiB of cache at {int(length):,} tokens")
+        axes[0, 0].legend()
 
 
 def render_report(measured: Mapping[str, Any]) -> str:
@@ -77,8 +96,8 @@ def render_report(measured: Mapping[str, Any]) -> str:
         rows.append([name, kl, f"{values['perplexity']:.2f}", f"{values['recall']:.3f}"])
     table = render_rows(["held-out text", "KL", "perplexity", "recall"], rows)
     heads = []
-    if "head_scores" in measured:
-        choices = render_rows(*estimate_choices(measured), left=1)
+    if "curve" in measured:
+        choices = render_rows(*tabulate_curve(measured), left=1)
         heads = [choices, "* as converted", "KV heads that keep softmax (#):", draw_heads(measured)]
     return "\n".join([table, *caches, *heads])
 

@@ -24,7 +24,7 @@ from .file_io import (
 )
 
 logger = logging.getLogger("mhla_hf")
-CARD_FILE = "README.md"
+CARD_FILE, CURVE_FILE = "README.md", "curve.png"
 RECORDS = ("results.json", "train.json", "card.json")  # written by evaluate, distill and card
 LICENSE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
 CONFIG_FILES = (
@@ -108,7 +108,7 @@ def list_saved_files(folder: PathLike) -> list[Path]:
     folder = Path(folder)
     names = read_json(folder / PIPELINE_INDEX) or {}
     components = [folder / name for name in names if name.isidentifier() and (folder / name).is_dir()]
-    candidates = [folder / name for name in (CARD_FILE, PIPELINE_INDEX, *RECORDS, *LICENSE_FILES)]
+    candidates = [folder / name for name in (CARD_FILE, CURVE_FILE, PIPELINE_INDEX, *RECORDS, *LICENSE_FILES)]
     modules_file = folder / SENTENCE_MODULES
     if modules_file.is_file():
         with wrap_errors(f"{modules_file}: got an unknown format, expected a list of modules"):

@@ -34,9 +34,10 @@ def convert_options(add: values.AddArgument) -> None:
     add("--samples", help="what a pipeline or classifier learns from: a .txt file with one prompt per line, class labels "
         "such as 1,207, or a folder or dataset of images (default: nothing is learned)")  # fmt: skip
     add("--keep", help="KV heads of a language model that keep softmax: a share, a number, a cache size such as 64MiB, or "
-        "auto, as few as keep the estimated KL within 0.02 (default: auto); with --samples, layers that keep softmax: a "
-        "share or a number")  # fmt: skip
+        "auto, the smallest cache that keeps enough (default: auto); with --samples, layers that keep softmax: a share or a "
+        "number")  # fmt: skip
     add("--context", type=values.parse_count, help="tokens at which --keep counts bytes (default: all positions)")
+    add("--tolerance", type=float, help="KL to the original that --keep auto accepts, in nats (default: 0.02)")
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: all; without learning, of text models: 2/3)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
     add("--effort", type=float, default=1.0, help="of learning: 0.5 halves the time and is less exact (default: 1)")
@@ -49,12 +50,12 @@ def convert_options(add: values.AddArgument) -> None:
 
 def run_convert(
     model: str, out: str, text: str | None, samples: str | None, keep: str | None, context: int | None,
-    layers: str | None, settings: list[str], effort: float, dtype: str, device: str, seed: int, revision: str | None,
-    overwrite: bool, progress: bool, **_: Any,
+    tolerance: float | None, layers: str | None, settings: list[str], effort: float, dtype: str, device: str, seed: int,
+    revision: str | None, overwrite: bool, progress: bool, **_: Any,
 ) -> None:  # fmt: skip
     options: dict[str, Any] = {"layers": values.parse_layers(layers), **values.parse_settings(settings)}
     learning: dict[str, Any] = {"effort": effort, "seed": seed, "progress": progress}
-    learning |= {"keep": None if keep is None else values.parse_keep(keep), "context": context}
+    learning |= {"keep": None if keep is None else values.parse_keep(keep), "context": context, "tolerance": tolerance}
     path = check_new_folder(out, overwrite)
     if text not in (None, "self", "none"):
         values.check_data(text)

@@ -31,6 +31,7 @@ def convert(
     samples: object | None = None,
     keep: float | int | str | None = None,
     context: int | None = None,
+    tolerance: float | None = None,
     layers: str | Sequence[int] | None = None,
     effort: float = 1.0,
     seed: int = 0,
@@ -40,11 +41,11 @@ def convert(
 ) -> Model:
     """Turn a pretrained softmax model, or the transformers of a pipeline, into MHLA models in place.
 
-    The base's weights keep their values and names; converted layers get new ones, `mhla.*`, in their attention or processor.
-    With `text`, a causal language model or text encoder is ready for use afterwards. A language model's KV heads whose whole
-    past it needs most keep softmax; the others keep a window and their 128 most salient tokens or, with `salient=0` or a
-    setting of the far part such as `num_decays`, running sums, which are learned, as is MHLA in an encoder. Without `text`,
-    models need training (`mhla_hf.distill`), but for Sana, which was linear; `samples` bring them closer to their originals.
+    The base's weights keep their values and names; converted layers get new ones, `mhla.*`. With `text`, a causal language
+    model or text encoder is ready for use afterwards. A language model's KV heads whose whole past it needs most keep
+    softmax; the others keep a window and their most salient tokens or, with `salient=0` or a setting of the far part such as
+    `num_decays`, running sums, which are learned, as is MHLA in an encoder. Without `text`, models need training
+    (`mhla_hf.distill`), but for Sana, which was linear; `samples` bring them closer to their originals.
 
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
@@ -54,16 +55,17 @@ def convert(
         settings: All settings at once. Default: those of the model's family.
         tokenizer: The model's tokenizer. Without it, `text` is token ids, and heads are chosen without asking for facts.
         text: What to choose heads by and to learn from: a text file, a folder of text files, a dataset, a list of texts,
-            int64 token ids [N], or "self" for text that a language model samples. About 6,000 tokens are read, 50,000 with
-            `salient=0`, 100,000 for an encoder. Default: none, since training may follow; `mhla-hf convert` takes "self".
+            int64 token ids [N], or "self" for text that a language model samples. About 10,000 tokens are read, 50,000
+            with `salient=0`, 100,000 for an encoder. Default: none, since training may follow.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             the original samples eight; or a function that runs it: `lambda generator: pipe("a cat", generator=generator)`.
             For a vision model, unlabeled images [N, C, height, width].
         keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
             percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". Default:
-            "auto", as few heads as keep the estimated KL to the original within 0.02 nats per token. With `samples`, how
-            many layers keep softmax. Default: the family's number; none with `settings` or `layers`.
-        context: Number of tokens at which a cache has the size `keep`. Default: the model's positions.
+            "auto", the smallest cache that keeps enough. Unless `salient` is given, a size and "auto" choose it, too. With
+            `samples`, how many layers keep softmax. Default: the family's number; none with `settings` or `layers`.
+        context, tolerance: Number of tokens at which caches are compared (default: the model's positions), and KL to the
+            original that `keep="auto"` accepts, in nats per token (default: 0.02).
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; before those of `settings`.
             Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
         effort: Multiplies the rows and steps of `text` or `samples`; with salient tokens, the rows that choose heads.
@@ -81,7 +83,7 @@ def convert(
     parts = transformers_of(model) if hasattr(model, "components") else [model]
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     learning: dict[str, Any] = {"keep": keep, "effort": effort, "seed": seed, "progress": progress}
-    unused: dict[str, Any] = {"context": context, "checkpoint": checkpoint}
+    unused: dict[str, Any] = {"context": context, "tolerance": tolerance, "checkpoint": checkpoint}
     with torch.inference_mode(False), converting(modules):  # which also enables gradients under torch.no_grad
         if samples is not None:
             check_unused("along with samples", text=text, **unused)

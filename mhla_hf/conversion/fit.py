@@ -8,7 +8,7 @@ depends on what each KV head would lose (`score_heads`); the heads with the larg
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,14 +26,25 @@ NEGLIGIBLE = 1e-3  # up to this sum of the weights of all far tokens, over all q
 KL_POSITIONS, SCORED_POSITIONS = 128, 1024
 
 
+class AskingRow(NamedTuple):
+    """A row that repeats its first tokens and asks for facts: ids, int64 [1, T], and which are in answers, bool [T]."""
+
+    ids: torch.Tensor
+    is_answer: torch.Tensor
+
+
 @dataclass
 class Rows:
-    """The text of a conversion, in batches of token ids, int64 [N, T] each: to fit, to score heads by, and to measure on."""
+    """The text of a conversion, in batches of token ids, int64 [N, T] each: to fit, to score heads by, and to measure on.
+
+    A language model has a row that asks, by which the number of its softmax heads is chosen.
+    """
 
     fit: list[torch.Tensor]
     scored: list[torch.Tensor]
     held_out: list[torch.Tensor]
     name: str
+    asking: Any = None  # `AskingRow` of a language model
 
 
 def row_length(source: Any, longest: int, shortest: int) -> int:
@@ -244,15 +255,6 @@ def score_heads(model: Any, rows: Sequence[torch.Tensor], bar: tqdm) -> dict[int
         for x in trainable:
             x.requires_grad_(True)
     return {index: total.tolist() for index, total in totals.items()}
-
-
-def enough_heads(scores: dict[int, list[float]], tolerance: float) -> int:
-    """Count the KV heads that must keep softmax so that the scores of the others sum up to at most `tolerance`.
-
-    One head of the model is MHLA in any case.
-    """
-    values = torch.tensor([score for of_layer in scores.values() for score in of_layer]).sort().values
-    return len(values) - max(1, int((values.cumsum(0) <= tolerance).sum()))
 
 
 def highest_scores(scores: dict[int, list[float]], count: int) -> dict[int, list[int]]:

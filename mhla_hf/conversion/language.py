@@ -5,6 +5,7 @@ The batches that an encoder reads, and the scores it gets, are in `encoder.py`.
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,44 +20,30 @@ from ..checkpoints.provenance import public_name
 from ..data import TokenRing, open_text
 from ..facts import FactRows
 from ..models.families import ENCODERS, LANGUAGE
-from ..models.language.causal_attention import ATTENTION_NAME, keep_softmax_heads
 from ..models.transformers_api import forward_cached, set_attention_function
 from ..nn.settings import FAR_SETTINGS, SALIENT, MHLASettings, is_whole
 from ..plots import render_report
 from .encoder import EmbeddingScores, read_encoder_rows
-from .fit import (
-    OutputFit,
-    Rows,
-    compared_positions,
-    enough_heads,
-    highest_scores,
-    once_and_twice,
-    read_twice,
-    row_length,
-    score_heads,
-)
-from .sizes import LayerSizes, sizes_of_conversion
-from .steps import check_learning, check_report, is_number, parse_share
-from .teacher import is_encoder, mean_kl, mhla_layers, softmax_instead
-from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
+from .fit import AskingRow, OutputFit, Rows, compared_positions, once_and_twice, read_twice, row_length
+from .head_choice import TOLERANCE, HeadChoice
+from .steps import check_learning, check_report
+from .teacher import is_encoder, mean_kl, softmax_instead
+from .transformers_models import checked_settings, convert_in_place, convertible_family
 
 logger = logging.getLogger("mhla_hf")
 # Numbers of rows, of ROW_TOKENS tokens each: to fit outputs, and to measure on.
 ROW_TOKENS, FIT_ROWS, HELD_OUT_ROWS = 1024, 28, 2
 # The row by which heads are scored is longer, and this many of FIT_ROWS: far recall needs them, but they take time.
 LONG_TOKENS, LONG_ROWS = 4096, 5
-TOLERANCE = 0.02  # nats per token of estimated KL, up to which MHLA takes heads with `keep="auto"`
 MEASURED_POSITIONS = 256  # per held-out row, at most
 SAVE_EVERY = 30.0  # seconds
-REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 WRITING_BATCH = 16  # rows that the model samples at once
 
 
 def convert_with_text(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any],
-    tokenizer: Any, text: Any, *, keep: float | int | str | None, context: int | None, effort: float, seed: int,
-    checkpoint: str | Path | None, progress: bool
+    tokenizer: Any, text: Any, *, keep: float | int | str | None, context: int | None, tolerance: float | None,
+    effort: float, seed: int, checkpoint: str | Path | None, progress: bool
 ) -> Any:  # fmt: skip
     """Convert a language model or a text encoder in place, fit it to its softmax original, and measure it; see `convert`.
 
@@ -69,6 +56,7 @@ def convert_with_text(
     if not is_text_encoder and not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
         raise ValueError(f"{start}, which predicts no tokens, expected a ...ForCausalLM.")
     layers = "all" if layers is None and settings is None else layers
+    compares_slots = settings is None and not {"salient", *FAR_SETTINGS} & overrides.keys()
     if settings is None and is_text_encoder:
         overrides = {"feature_map": "exp", **overrides}
     elif settings is None:
@@ -86,13 +74,15 @@ def convert_with_text(
     if is_text_encoder and (keep or context):
         name, value = ("keep", keep) if keep else ("context", context)
         raise ValueError(f"{name}: got {value!r} with {type(model).__name__}, an encoder, expected None.")
-    sizes: dict[int, LayerSizes] | None = None
-    num_kept_heads: int | None = 0
+    if tolerance is not None and (is_text_encoder or keep not in (None, "auto") or not 0 < tolerance < math.inf):
+        got = f"{tolerance!r} with {type(model).__name__} and keep={keep!r}"
+        raise ValueError(f'tolerance: got {got}, expected a number above 0 with a language model and keep="auto".')
+    tolerance = TOLERANCE if tolerance is None else tolerance
     start_time = time.monotonic()
+    choice = None
     if not is_text_encoder:
-        sizes = sizes_of_conversion(model, mhla_settings)
         context = model.config.max_position_embeddings if context is None else context
-        num_kept_heads = None if keep in (None, "auto") else count_kept_heads(sizes, keep, context)
+        choice = HeadChoice(model, mhla_settings, "auto" if keep is None else keep, context, tolerance, compares_slots)
     read = read_encoder_rows if is_text_encoder else read_rows
     window, block_size = mhla_settings.window, mhla_settings.block_size
     shortest = (window + 1) * block_size + 1
@@ -103,17 +93,16 @@ def convert_with_text(
         raise ValueError(f"window: got {window} with block_size {block_size}, expected {expected}.")
     ids = [batch.tolist() for batch in (*rows.fit, *rows.scored, *rows.held_out)]
     config = {**model.config.to_dict(), "_name_or_path": None}
-    saved_steps.identify(ids, effort, seed, num_kept_heads, mhla_settings.to_dict(), config, fingerprint_model(model))
+    candidates = choice and choice.candidates
+    saved_steps.identify(ids, effort, seed, candidates, mhla_settings.to_dict(), config, fingerprint_model(model))
     for x in (*model.parameters(), *model.buffers()):
         if x.is_inference():  # made under torch.inference_mode; gradients do not pass through such a tensor
             torch.utils.swap_tensors(x, copy.deepcopy(x))
     attention_function = model.config._attn_implementation
     convert_in_place(model, family, mhla_settings)
-    if num_kept_heads != 0:  # they compute softmax as the model did
+    if choice and choice.keeps_any:  # these heads compute softmax as the model did
         set_attention_function(model.config, attention_function)
-    report = learn_from_rows(model, rows, num_kept_heads, seed, saved_steps, progress)
-    if sizes is not None:
-        report["cache_bytes"] = cache_bytes(sizes, report["softmax_heads"], model.config.max_position_embeddings)
+    report = learn_from_rows(model, rows, choice, seed, saved_steps, progress)
     model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
     if progress:
         print(render_report(model.config.mhla_measured))
@@ -136,15 +125,14 @@ def read_rows(
     """Read the rows of text that a language model is converted with, int64 [1, T] each.
 
     `effort` scales the number of rows to fit, of which there are none unless the model `learns`, and of those by which heads
-    are scored. Rows have `ROW_TOKENS` tokens, except that those for scores and `LONG_ROWS` of those to fit have
-    `LONG_TOKENS`. They are shorter if the model has fewer positions or the text fewer tokens, but not shorter than
-    `shortest`.
+    are scored. Rows have `ROW_TOKENS` tokens, except that those that ask and `LONG_ROWS` of those to fit have `LONG_TOKENS`.
+    They are shorter if the model has fewer positions or the text fewer tokens, but not shorter than `shortest`.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     short_length, long_length = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
     num_scored, num_fit = max(1, round(effort)), max(1, round(FIT_ROWS * effort)) if learns else 0
-    num_long = num_scored + (round(LONG_ROWS * effort) if learns and long_length > short_length else 0)
-    num_rows = num_scored + HELD_OUT_ROWS + num_fit
+    num_long = num_scored + 1 + (round(LONG_ROWS * effort) if learns and long_length > short_length else 0)
+    num_rows = num_scored + 1 + HELD_OUT_ROWS + num_fit
     # Passages have the long length; those that do not stay whole are cut into short rows.
     num_passages = num_long + -(-(num_rows - num_long) // (long_length // short_length))
     if isinstance(text, str) and text == "self":
@@ -157,7 +145,7 @@ def read_rows(
         short_length = row_length(source, short_length, shortest)
         if isinstance(source, TokenRing) and len(source.tokens) < num_passages * long_length:
             long_length = short_length
-            num_scored = num_long = 1
+            num_scored, num_long = 1, 2
             num_passages = min(num_rows, len(source.tokens) // short_length)
         passages, name = source.reader(long_length, seed, 0).take(num_passages)[0], source.name
     whole_rows = long_length // short_length * short_length
@@ -165,19 +153,20 @@ def read_rows(
     num_held_out = min(HELD_OUT_ROWS, max(1, len(short_rows) // 6))
     fit_rows = short_rows[num_held_out:] if learns else []
     # Long rows come late, each followed by two short ones.
-    first_long = max(len(fit_rows) - 2 * (num_long - num_scored - 1), 0)
-    for number, row in enumerate(passages[num_scored:num_long, None]):
+    first_long = max(len(fit_rows) - 2 * (num_long - num_scored - 2), 0)
+    for number, row in enumerate(passages[num_scored + 1 : num_long, None]):
         fit_rows.insert(first_long + 3 * number, row)
-    scored_rows = [ask_of_row(row, tokenizer) for row in passages[:num_scored, None]]
-    return Rows(fit_rows, scored_rows, short_rows[:num_held_out], name)
+    *scored_rows, asking_row = [ask_of_row(row, tokenizer) for row in passages[: num_scored + 1, None]]
+    return Rows(fit_rows, [row.ids for row in scored_rows], short_rows[:num_held_out], name, asking_row)
 
 
-def ask_of_row(row: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-    """Return a row, int64 [1, T], that asks for what text alone seldom does: its last third repeats its first tokens, and
-    facts stand in it, with questions at its end. Without words in the tokenizer, there are no facts."""
+def ask_of_row(row: torch.Tensor, tokenizer: Any) -> AskingRow:
+    """Return a row [1, T] that asks for what text alone seldom does: its last third repeats its first tokens, and facts
+    stand in it, with questions at its end. Without words in the tokenizer, there are no facts."""
     num_copied = row.shape[1] // 3
     row = torch.cat([row[:, :-num_copied], row[:, :num_copied]], 1)
-    return FactRows(tokenizer, 1.0)(row, row)[0]
+    ids, _, weights = FactRows(tokenizer, 1.0)(row, row)
+    return AskingRow(ids, weights[0] > 1)
 
 
 @torch.no_grad()
@@ -203,25 +192,6 @@ def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, 
                 bar.update(len(rows))
             batches.append(rows)
     return torch.cat(batches)
-
-
-def count_kept_heads(sizes: dict[int, LayerSizes], keep: float | int | str, context: int) -> int:
-    """Compute how many KV heads of the MHLA layers keep softmax. If `keep` is a size, it is that of `context` tokens."""
-    num_heads, token_bytes, state_bytes = (sum(column) for column in zip(*sizes.values(), strict=True))
-    num_kept_heads = None
-    if isinstance(keep, str) and keep[-3:] in UNITS and is_number(keep[:-3]):
-        max_bytes = int(float(keep[:-3]) * UNITS[keep[-3:]])
-        bytes_per_head = (token_bytes * context - state_bytes) / num_heads  # that keeping softmax adds
-        if max_bytes < state_bytes or bytes_per_head <= 0:
-            expected = f"{state_bytes} bytes, the state of MHLA alone, and a context where softmax takes more"
-            raise ValueError(f"keep: got {keep!r} at {context} tokens, expected at least {expected}.")
-        num_kept_heads = min(num_heads - 1, int((max_bytes - state_bytes) / bytes_per_head))
-    else:
-        num_kept_heads = parse_share(keep, num_heads)
-    if num_kept_heads is None or num_kept_heads >= num_heads:
-        forms = "as 'auto', a number, a share, a percentage, or a size such as '64MiB'"
-        raise ValueError(f"keep: got {keep!r}, expected 0 to {num_heads - 1} of the {num_heads} KV heads, {forms}.")
-    return num_kept_heads
 
 
 class Checkpoint:
@@ -272,12 +242,9 @@ class Checkpoint:
 
 
 def learn_from_rows(
-    model: Any, rows: Rows, count: int | None, seed: int, saved_steps: Checkpoint, progress: bool
+    model: Any, rows: Rows, choice: HeadChoice | None, seed: int, saved_steps: Checkpoint, progress: bool
 ) -> dict[str, Any]:
-    """Fit the MHLA heads of a model that was just converted, choose `count` softmax heads, and return the report.
-
-    None for as few as keep the estimated KL within `TOLERANCE`.
-    """
+    """Fit the MHLA heads of a model that was just converted, choose the heads that keep softmax, and return the report."""
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
         "text": public_name(rows.name),
@@ -293,17 +260,11 @@ def learn_from_rows(
             saved_steps.run(fit, rows.fit, bar)
         fit.finish()
         report["fitted"] = teacher.compare(model)
-    softmax_heads: dict[int, list[int]] = {}
-    if count != 0:
-        num_passes = 2 * len(mhla_layers(model)) * len(rows.scored)
-        with tqdm(total=num_passes, desc="choose softmax heads", unit="layer", disable=not progress) as bar:
-            scores = score_heads(model, rows.scored, bar)
-        report["head_scores"] = {str(layer): [float(f"{x:.3g}") for x in values] for layer, values in scores.items()}
-        softmax_heads = highest_scores(scores, enough_heads(scores, TOLERANCE) if count is None else count)
-        give_softmax_back(model, softmax_heads)
+    report |= choice.make(model, rows, progress) if choice else {"softmax_heads": {}}
+    if choice and choice.keeps_any:
         report["kept"] = teacher.compare(model)
     check_report(report)
-    return report | {"softmax_heads": {str(layer): heads for layer, heads in softmax_heads.items()}}
+    return report
 
 
 class TeacherScores:
@@ -326,7 +287,7 @@ class TeacherScores:
         predicted, scores = self.predict(model)
         pairs = zip(self.expected, predicted, strict=True)
         kl = sum(float(mean_kl(expected.float(), x)) for expected, x in pairs) / len(predicted)
-        return {"kl": round(kl, 4), **scores}
+        return {"kl": round(kl, 6), **scores}
 
     def predict(self, model: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
         """Compute the log-probabilities at `positions` of each row, and the scores of a model."""
@@ -342,44 +303,3 @@ class TeacherScores:
         perplexity = torch.cat(losses, 1).mean().exp()
         recall = float(sum(recalls)) / len(recalls)
         return predicted, {"perplexity": round(float(perplexity), 3), "recall": round(recall, 4)}
-
-
-def give_softmax_back(model: Any, chosen: dict[int, list[int]]) -> None:
-    """Let KV heads of MHLA layers keep softmax, {layer: [KV head, ...]}, and record them in `model.config.mhla`, in place.
-
-    If all KV heads of a layer are chosen, it becomes a softmax layer of the base again, and its MHLA weights are deleted.
-    """
-    layers = mhla_layers(model)
-    settings = MHLASettings.from_dict(model.config.mhla)
-    config = model.config
-    softmax_layers = [index for index, heads in chosen.items() if len(heads) == layers[index].mhla.num_kv_heads]
-    if len(softmax_layers) == len(layers):
-        raise ValueError(f"keep: got all {sum(map(len, chosen.values()))} KV heads, expected fewer.")
-    if config._attn_implementation == ATTENTION_NAME:
-        set_attention_function(config, "sdpa")  # the default of transformers
-    for index, heads in chosen.items():
-        if index in softmax_layers:
-            restore_softmax(layers[index], config)
-        else:
-            keep_softmax_heads(layers[index], config, heads)
-    mhla_indices: Any = settings.layers
-    settings.layers = [index for index in mhla_indices if index not in softmax_layers]
-    partly_softmax = {str(index): heads for index, heads in chosen.items() if index not in softmax_layers}
-    settings.softmax_heads = partly_softmax or None
-    config.mhla = settings.to_dict()
-
-
-def cache_bytes(
-    sizes: dict[int, LayerSizes], chosen: dict[str, list[int]], positions: int
-) -> dict[str, dict[str, int]]:
-    """Return {length: {"softmax": bytes, "converted": bytes}} of one sequence's cache in the MHLA layers.
-
-    Lengths are `REPORT_LENGTHS`, capped at the model's `positions`.
-    """
-    by_length = {}
-    for length in sorted({min(length, positions) for length in REPORT_LENGTHS}):
-        softmax = sum(layer.token_bytes * length for layer in sizes.values())
-        shares = {index: len(chosen.get(str(index), ())) / layer.num_kv_heads for index, layer in sizes.items()}
-        converted = sum(layer.cache_bytes(shares[index], length) for index, layer in sizes.items())
-        by_length[str(length)] = {"softmax": softmax, "converted": converted}
-    return by_length

@@ -5,6 +5,8 @@ measurements, and NAME.md is the card.
 """
 
 import dataclasses
+import importlib.util
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,13 +18,14 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from ..checkpoints.file_io import PathLike, check_writable, read_json, read_yaml, wrap_errors, write_json, write_text
-from ..checkpoints.save import CARD_FILE
+from ..checkpoints.save import CARD_FILE, CURVE_FILE
 from ..checkpoints.values import read_settings
 from ..evaluation.records import Result, Results, format_score, render_table
-from ..plots import draw_heads, estimate_choices
+from ..plots import draw_curve, draw_heads, tabulate_curve
 from . import facts as facts_module
 from .facts import TEACHER, Facts, Person, make_facts, read_folder, section_of
 
+logger = logging.getLogger("mhla_hf")
 RESULTS = "results"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TAGS = ["mhla", "linear-attention", "custom_code"]
@@ -62,14 +65,27 @@ def write_card(
 
 
 def _write_measured_card(folder: Path, measured: dict[str, Any], person: Person) -> Path:
-    text = render_card(make_facts(measured, person))
+    text = render_card(make_facts(measured, person), draw_curve_file(folder, measured["config"]))
     stored = {"format_version": facts_module.FORMAT_VERSION, **dataclasses.asdict(person)}
     write_json(folder / facts_module.PERSON_FILE, {**stored, "compared": measured["compared"]})
     return write_text(folder / CARD_FILE, text)
 
 
 def render_folder_card(folder: PathLike, weights: bool = True) -> str:
-    return render_card(make_facts(*read_folder(folder, weights)))
+    curve_file = CURVE_FILE if Path(folder, CURVE_FILE).is_file() else None
+    return render_card(make_facts(*read_folder(folder, weights)), curve_file)
+
+
+def draw_curve_file(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Draw what other choices of softmax heads keep, and return the name of the file, or None if that was not measured."""
+    measured = config.get("mhla_measured") or {}
+    if "curve" not in measured:
+        return None
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.warning("card: no %s, which needs matplotlib: pip install 'mhla_hf[eval]'", CURVE_FILE)
+        return None
+    draw_curve(measured, folder / CURVE_FILE)
+    return CURVE_FILE
 
 
 def check_card(folder: PathLike) -> None:
@@ -115,10 +131,12 @@ def write_first_card(folder: Path, person: Person) -> Path:
     """Write the card of a saved model that has none, with its scores if it was evaluated."""
     if Results.read(folder):
         return _write_measured_card(folder, facts_module.measure(folder, {}), person)
-    return write_text(folder / CARD_FILE, render_card(Facts(*facts_module.read_model(folder), person)))
+    kind, class_name, config = facts_module.read_model(folder)
+    text = render_card(Facts(kind, class_name, config, person), draw_curve_file(folder, config))
+    return write_text(folder / CARD_FILE, text)
 
 
-def render_card(facts: Facts) -> str:
+def render_card(facts: Facts, curve_file: str | None = None) -> str:
     person = facts.person
     fields: dict[str, Any] = {key: getattr(person, key) or None for key in facts_module.METADATA_FIELDS}
     if scores := _metadata_scores(facts):
@@ -148,7 +166,8 @@ def render_card(facts: Facts) -> str:
             absent=facts_module.list_unmeasured(facts.records),
             measured=_group_by_origin(columns),
             draw_heads=draw_heads,
-            estimate_choices=estimate_choices,
+            tabulate_curve=tabulate_curve,
+            curve_file=curve_file,
         )
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 

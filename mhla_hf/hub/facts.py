@@ -36,17 +36,19 @@ GENERATION_TASKS = re.compile(
     r"_(generation|gsm8k|ifeval|humaneval|mbpp|triviaqa|nq_open|coqa|drop|qasper|longbench|gov_report|samsum|qmsum"
     r"|multi_news|truthfulqa_gen|wmt)\d*_"
 )
-KINDS = {  # Auto class -> (kind of model, the Hub's name of its task)
-    "AutoModelForCausalLM": ("language", "text-generation"),
-    "AutoModelForSequenceClassification": ("sequences", "text-classification"),
-    "AutoModelForTokenClassification": ("tokens", "token-classification"),
-    "AutoModelForQuestionAnswering": ("answers", "question-answering"),
-    "AutoModelForMaskedLM": ("masked", "fill-mask"),
-    "AutoModelForMultipleChoice": ("choices", "multiple-choice"),
-    "AutoModelForImageClassification": ("image", "image-classification"),
-    "AutoModel": ("tower", "image-feature-extraction"),
+KINDS = {  # kind of model -> (class that loads it, the Hub's name of its task, or None for that of its family)
+    "language": ("AutoModelForCausalLM", "text-generation"),
+    "sequences": ("AutoModelForSequenceClassification", "text-classification"),
+    "tokens": ("AutoModelForTokenClassification", "token-classification"),
+    "answers": ("AutoModelForQuestionAnswering", "question-answering"),
+    "masked": ("AutoModelForMaskedLM", "fill-mask"),
+    "choices": ("AutoModelForMultipleChoice", "multiple-choice"),
+    "image": ("AutoModelForImageClassification", "image-classification"),
+    "tower": ("AutoModel", "image-feature-extraction"),
+    "body": ("AutoModel", "feature-extraction"),  # a language model or text encoder without head
+    "model": ("AutoModel", None),  # a transformer of diffusers
+    "pipeline": ("DiffusionPipeline", None),
 }
-BODY = ("body", "feature-extraction")  # a language model or text encoder without head, also loaded by AutoModel
 
 
 @checked
@@ -74,7 +76,7 @@ class Person:
 class Facts:
     """Everything that a card shows."""
 
-    kind: str  # one of `KINDS`, "body", "model" (a transformer of diffusers), or "pipeline"
+    kind: str  # one of `KINDS`
     class_name: str
     config: dict[str, Any]  # of the model, or of the pipeline's component with MHLA
     person: Person
@@ -97,14 +99,11 @@ class Facts:
 
     @property
     def task(self) -> str | None:
-        task = dict((*KINDS.values(), BODY)).get(self.kind)
-        return task or (self.family.task if self.family else None)
+        return KINDS[self.kind][1] or (self.family.task if self.family else None)
 
     @property
     def loader(self) -> str:
-        if self.kind == "pipeline":
-            return "DiffusionPipeline"
-        return {kind: auto_class for auto_class, (kind, _) in KINDS.items()}.get(self.kind, "AutoModel")
+        return KINDS[self.kind][0]
 
     @property
     def kept(self) -> list[int]:
@@ -114,7 +113,7 @@ class Facts:
     def timed(self, unit: str) -> dict[str, list[dict[str, Any]]]:
         """Return the rows of `speed` with a value in `unit` ("ms" or "mib"), by what was measured, sorted by length."""
         by_phase: dict[str, list[dict[str, Any]]] = {}
-        for row in sorted(self.speed["rows"] if self.speed else [], key=lambda row: row["length"]):
+        for row in self.speed["rows"] if self.speed else ():
             if row.get(f"mhla_{unit}") is not None:
                 by_phase.setdefault(row["what"], []).append(row)
         return by_phase
@@ -139,9 +138,10 @@ def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
     if not config.get("auto_map"):
         expected = "one that names the MHLA class; save the model with mhla_hf installed"
         raise ValueError(f"{folder}: got a config.json without auto_map, expected {expected}.")
-    kind, _ = KINDS[auto_class_of(_class_name(config))]
+    auto_class = auto_class_of(_class_name(config))
+    kind = next(kind for kind, (loader, _) in KINDS.items() if loader == auto_class)
     is_body = kind == "tower" and {"AutoModelForCausalLM", "AutoModelForMaskedLM"} & set(config["auto_map"])
-    return BODY[0] if is_body else kind, _class_name(config), config
+    return "body" if is_body else kind, _class_name(config), config
 
 
 def _class_name(config: dict[str, Any]) -> str:
@@ -176,7 +176,7 @@ def make_facts(measured: dict[str, Any], person: Person) -> Facts:
     if MODEL_LABEL in measured["compared"]:
         raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
     records = {MODEL_LABEL: measured["results"], **measured["compared"]}
-    models = {label: [Result.from_dict(record) for record in stored] for label, stored in records.items()}
+    models = {label: [read_settings(Result, x, "result: ") for x in stored] for label, stored in records.items()}
     speed = measured.get("speed") or collect_speed({"softmax": models.get(TEACHER, ()), "mhla": models[MODEL_LABEL]})
     return Facts(measured["kind"], measured["class_name"], measured["config"], person, models, measured["train"], speed)
 

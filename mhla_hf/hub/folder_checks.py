@@ -13,20 +13,12 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
+from ..checkpoints import save
 from ..checkpoints.bundle import build_bundle, check_bundle
 from ..checkpoints.file_io import PathLike, check_writable, read_json, wrap_errors, write_json, write_text
 from ..checkpoints.fingerprint import FILES_WITH_ORIGIN, strip_origin
 from ..checkpoints.isolated_load import check_isolated_load
 from ..checkpoints.load import CODE_KEYS, check_shards
-from ..checkpoints.save import (
-    CARD_FILE,
-    CONFIG_FILES,
-    RECORDS,
-    SENTENCE_MODULES,
-    SENTENCE_SETTINGS,
-    list_saved_files,
-    read_sentence_files,
-)
 from ..evaluation.records import Results
 from .card import check_card, render_folder_card, write_first_card
 from .facts import PERSON_FILE, Person, list_unmeasured, read_model
@@ -56,7 +48,7 @@ def stage_folder(
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
         raise ValueError(f"folder: got {str(folder)!r}, expected the folder of a saved model.")
-    files = list_saved_files(folder)
+    files = save.list_saved_files(folder)
     for file in files:
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{file}: got a folder or a link to elsewhere, expected a file in the model's folder.")
@@ -94,19 +86,19 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
         if current != text:  # the hash in the header proves nothing, since anybody can compute a new one
             got = "source of another version of mhla_hf, or changed source"
             raise ValueError(f"{source}: got {got}, expected that of this one; load the model and save it again.")
-    for file in (file for file in folder.rglob("*.json") if file.name in CONFIG_FILES):
+    for file in (file for file in folder.rglob("*.json") if file.name in save.CONFIG_FILES):
         _check_code_names(file)
-    for path, content in read_sentence_files(folder).items():
+    for path, content in save.read_sentence_files(folder).items():
         for key in read_json(folder / path) or {} if isinstance(content, dict) else ():
             if key not in content:
                 raise ValueError(f"{folder / path}: got the key {key!r}, expected only keys that name no code.")
     dtype = check_weights(folder)
-    readme = folder / CARD_FILE
+    readme = folder / save.CARD_FILE
     if person is not None and not readme.exists():
         write_first_card(folder, person)
     is_measured = (folder / PERSON_FILE).is_file()
     _check_readme(readme, repo_id, is_measured)
-    for file in (folder / name for name in RECORDS if (folder / name).is_file()):
+    for file in (folder / name for name in save.RECORDS if (folder / name).is_file()):
         write_json(file, map_texts(read_json(file), shorten_paths))
     if is_measured:  # from the shortened records, so that whoever downloads them can render the card again
         write_text(readme, render_folder_card(folder, weights=False))
@@ -120,9 +112,9 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
 
 def _check_texts(folder: Path) -> None:
     """Refuse a Hub token, or a path of the author's machine, in a card, record or configuration."""
-    names = (*RECORDS, *CONFIG_FILES, SENTENCE_MODULES, *SENTENCE_SETTINGS)
+    names = (*save.RECORDS, *save.CONFIG_FILES, save.SENTENCE_MODULES, *save.SENTENCE_SETTINGS)
     files = [file for file in folder.rglob("*") if file.name in names]
-    for file in [*files, folder / CARD_FILE]:  # the card last, because it repeats what the other files say
+    for file in [*files, folder / save.CARD_FILE]:  # the card last, because it repeats what the other files say
         content = file.read_text(encoding="utf-8")
         texts: list[str] = []
         map_texts(json.loads(content) if file.suffix == ".json" else content, texts.append)

@@ -27,7 +27,8 @@ def sampler(model, name):
     """A function that runs a transformer on random inputs, which stand for those of a trajectory."""
 
     def sample(generator):
-        model(**inputs(name, seed=int(torch.randint(2**31, (), generator=generator))))
+        arguments = inputs(name, seed=int(torch.randint(2**31, (), generator=generator)))
+        model(**{key: x.to(model.dtype) if x.is_floating_point() else x for key, x in arguments.items()})
 
     return sample
 
@@ -60,14 +61,9 @@ def test_every_layer_comes_closer_and_the_base_stays(name):
 
 
 def test_all_modules_of_a_core_learn_in_half_precision():
-    name = "sd3"
-    model = tiny_transformer(name).bfloat16()
-
-    def sample(generator):
-        arguments = inputs(name, seed=int(torch.randint(2**31, (), generator=generator)))
-        model(**{key: value.bfloat16() if value.is_floating_point() else value for key, value in arguments.items()})
-
-    mhla_hf.convert(model, samples=sample, effort=0.02, progress=False, cpe=3, gate=True, layers=[1])
+    model = tiny_transformer("sd3").bfloat16()
+    options = {"effort": 0.02, "progress": False, "cpe": 3, "gate": True, "layers": [1]}
+    mhla_hf.convert(model, samples=sampler(model, "sd3"), **options)
     core = grid_layers(model)[1].mhla
     assert core.cpe.conv.weight.dtype == core.gate.weight.dtype == torch.bfloat16
     assert core.mixing.weight.dtype == torch.float32

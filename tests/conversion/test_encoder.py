@@ -2,12 +2,14 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from tools.small_encoders import SLIDING, softmax_encoder
 from tools.small_models import refused
 from tools.small_scores import TRAINING, small_tokenizer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 import mhla_hf
 from mhla_hf.cli.main import main
@@ -53,23 +55,32 @@ def test_other_types(model_type):
     assert told["fitted"]["cosine"] != told["converted"]["cosine"]
 
 
-def test_the_command_and_the_card(tmp_path, capsys):
+@pytest.mark.parametrize(("model_type", "head"), [("bert", "Model"), ("distilbert", "ForMaskedLM")])
+def test_the_command_and_the_card(tmp_path, monkeypatch, capsys, model_type, head):
+    monkeypatch.chdir(tmp_path)
     tokenizer = small_tokenizer()
-    softmax_encoder("bert", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    (tmp_path / "text.txt").write_text(TRAINING)
-    out = tmp_path / "out"
-    line = ["convert", str(tmp_path / "base"), str(out), "--text", str(tmp_path / "text.txt"), "--set", "block_size=8"]
-    assert main(line) == 0
+    softmax = softmax_encoder(model_type, head, vocab_size=len(tokenizer))
+    softmax.save_pretrained("base")
+    tokenizer.save_pretrained("base")
+    Path("text.txt").write_text(TRAINING)
+    settings = ["--layers", "1,2", "--set", "block_size=8"]
+    assert main(["convert", "base", "out", "--text", "text.txt", *settings]) == 0
     told = capsys.readouterr().out
-    measured = json.loads((out / "config.json").read_text())["mhla_measured"]
+    measured = json.loads(Path("out/config.json").read_text())["mhla_measured"]
     fitted = [f"{value:.4f}" for value in measured["fitted"]["cosine"].values()]
     assert "cosine, 64 tokens" in told and all(value in told for value in fitted)
-    card = write_first_card(out, Person("toy", None, "mit")).read_text()
+    card = write_first_card(Path("out"), Person("toy", None, "mit")).read_text()
     assert f"| all heads MHLA | {fitted[0]} | {fitted[1]} |" in card
     assert "What the conversion kept" in card and "KV heads" not in card and "Nothing was measured" not in card
-    assert main([*line[:2], str(tmp_path / "plain")]) == 0
-    assert "next, distill it" in capsys.readouterr().out and not list(tmp_path.glob("*.part*"))
+    assert main(["convert", "base", "plain", *settings]) == 0
+    distill = "mhla-hf distill plain --teacher base --out plain-distilled --recipe encoder --data TEXT"
+    assert capsys.readouterr().out.endswith(f", layers [1, 2] of 3 are MHLA; next, distill it: {distill}\n")
+    auto = AutoModel if head == "Model" else AutoModelForMaskedLM
+    model, info = auto.from_pretrained("plain", output_loading_info=True)
+    assert type(model).__name__ == f"MHLA{type(softmax).__name__}" and not info["missing_keys"]
+    ids, same = torch.arange(20)[None], mhla_hf.convert(softmax, layers=[1, 2], block_size=8)
+    torch.testing.assert_close(model.eval()(ids)[0], same.eval()(ids)[0])
+    assert len(AutoTokenizer.from_pretrained("plain")) == len(tokenizer) and not list(tmp_path.glob("*.part*"))
 
 
 def test_what_is_refused(teacher):

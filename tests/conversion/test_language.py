@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import logging
 import pickle
 import resource
 import sys
@@ -20,9 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import mhla_hf
 from mhla_hf.cli.main import main
-from mhla_hf.conversion import kl_to_teacher
-from mhla_hf.conversion.fit import OutputFit, enough_heads, highest_scores, score_heads
-from mhla_hf.conversion.language import Checkpoint, count_kept_heads
+from mhla_hf.conversion import head_choice, kl_to_teacher
+from mhla_hf.conversion.fit import OutputFit, highest_scores, score_heads
+from mhla_hf.conversion.head_choice import HeadChoice
+from mhla_hf.conversion.language import Checkpoint
 from mhla_hf.conversion.sizes import sizes_of_conversion
 from mhla_hf.conversion.teacher import log_probabilities, mhla_layers, replaced_cores, softmax_instead
 from mhla_hf.nn.core import softmax_attention
@@ -110,16 +112,46 @@ def test_scores_of_heads_are_squares_of_first_order_effects(teacher):
     assert highest_scores({0: [1.0, 3.0], 2: [3.0, 2.0]}, 2) == {0: [1], 2: [0]}
 
 
-def test_as_few_heads_as_the_tolerance_allows(teacher, monkeypatch):
-    scores = {0: [0.1, 0.3], 2: [0.4, 0.2]}
-    assert [enough_heads(scores, x) for x in (1.0, 0.61, 0.5, 0.3, 0.1, 0)] == [0, 1, 2, 2, 3, 3]
-    monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "TOLERANCE", 0.0)
-    told = converted(teacher, keep="auto").config.mhla_measured
-    assert sum(map(len, told["softmax_heads"].values())) == 11  # one is MHLA in any case
-    monkeypatch.setattr(sys.modules["mhla_hf.conversion.language"], "TOLERANCE", 100.0)
-    model = converted(teacher)
-    told = model.config.mhla_measured
-    assert model.config.mhla["softmax_heads"] is None and told["kept"] == told["converted"]
+def test_auto_takes_the_smallest_cache_that_keeps_enough(teacher, monkeypatch, caplog):
+    """Every row of the curve is the model that its settings make; a larger tolerance takes a smaller cache."""
+    monkeypatch.setattr(head_choice, "SLOTS", (2, 8))
+    monkeypatch.setattr(head_choice, "MAX_LOSS", 1.0)
+    with caplog.at_level(logging.WARNING, "mhla_hf"):
+        strict = converted(teacher, tolerance=1e-9).config.mhla_measured
+    assert "no candidate keeps enough" in caplog.text
+    model = converted(teacher, keep="auto", tolerance=100.0)
+    original, *points = told = model.config.mhla_measured["curve"]
+    assert [(point["salient"], point["heads"]) for point in points] == [(n, k) for n in (2, 8) for k in (1, 2, 3)]
+    assert [point["heads"] for point in points if point.get("chosen")] == [1] and model.config.mhla["salient"] == 2
+    chosen = next(point for point in strict["curve"] if point.get("chosen"))
+    assert chosen["kl"] == min(point["kl"] for point in points) > original["kl"] == 0
+    assert chosen["bytes"]["96"] > points[0]["bytes"]["96"] and original["bytes"]["96"] > chosen["bytes"]["96"]
+    assert model.config.mhla_measured["cache_bytes"]["96"]["converted"] == points[0]["bytes"]["96"]
+    remade = mhla_hf.convert(copy.deepcopy(teacher), block_size=8, window=2, **points[0]["settings"])
+    ids = urns(1, seed=4)
+    with torch.no_grad():
+        assert torch.equal(remade(ids).logits, model(ids).logits)
+    assert told == json.loads(json.dumps(told))
+
+
+def test_a_curve_measures_the_models_that_its_settings_make(teacher):
+    """KL and recall of one candidate, by another way than `ChangedCore`."""
+    row = head_choice.AskingRow(urns(1, seed=5), torch.arange(96) == 90)
+    model = mhla_hf.convert(copy.deepcopy(teacher), layers="all", salient=8, block_size=8, window=2)
+    points = [{"salient": 4, "heads": 3}]
+    scores = {index: [3.0, float(index), 0.5, 0.1] for index in range(3)}
+    original = head_choice.measure_candidates(model, row, scores, points, tqdm(disable=True))
+    kept = {0: [0], 1: [0], 2: [0]}
+    made = mhla_hf.convert(copy.deepcopy(teacher), layers="all", salient=4, block_size=8, window=2, softmax_heads=kept)
+    with torch.no_grad():
+        log_p, expected = (x(row.ids).logits.log_softmax(-1)[0] for x in (made, teacher))
+    compared = torch.arange(12, 95)
+    kl = (expected.exp() * (expected - log_p)).sum(-1)[compared].mean()
+    assert points[0]["kl"] == pytest.approx(float(kl), abs=1e-4) and kl > 1e-3
+    for told, of_model in ((points[0], log_p), (original, expected)):
+        assert told["answers"] == pytest.approx(float(of_model[89, row.ids[0, 90]].exp()), abs=1e-4)
+        copied = torch.arange(90 - 7, 90 - 1)
+        assert told["recall"] == pytest.approx(float(of_model[copied - 1, row.ids[0, copied]].mean()), abs=1e-4)
 
 
 def test_a_seed_repeats_it_and_a_stop_does_not_change_it(teacher, tmp_path, monkeypatch):
@@ -156,19 +188,24 @@ def test_a_setting_of_the_far_part_asks_for_it(teacher):
     assert "fitted" in model.config.mhla_measured
 
 
-def test_what_keep_means(teacher):
+def test_what_keep_means(teacher, monkeypatch):
     settings = mhla_hf.MHLASettings(mixing_form="decay", windowed=True, rope="near", block_size=8)
-    sizes = sizes_of_conversion(teacher, settings)
-    assert [heads for heads, _, _ in sizes.values()] == [4, 4, 4]
+
+    def choose(keep, context=96, compares_slots=False):
+        choice = HeadChoice(teacher, settings, keep, context, 0.1, compares_slots)
+        return [(point["salient"], point["heads"]) for point in choice.candidates]
+
     for keep, count in ((1 / 6, 2), (0, 0), (0.0, 0), (3, 3), ("25%", 3)):
-        assert count_kept_heads(sizes, keep, 96) == count
+        assert choose(keep) == choose(keep, compares_slots=True) == [(0, count)]
+    sizes = sizes_of_conversion(teacher, settings)
     token, state = sum(x for _, x, _ in sizes.values()), sum(x for _, _, x in sizes.values())
-    assert count_kept_heads(sizes, f"{(state + (token * 4096 - state) / 2) / 1024}KiB", 4096) == 6
-    for wrong in (12, "64", 1.0, -1, "many", True, "200%", None):
-        with refused(f"keep: got {wrong!r}, expected 0 to 11 of the 12 KV heads"):
-            count_kept_heads(sizes, wrong, 96)
-    with refused("keep: got '1KiB' at 96 tokens", "the state of MHLA alone"):
-        count_kept_heads(sizes, "1KiB", 96)
+    assert choose(f"{(state + (token * 4096 - state) / 2) / 1024}KiB", 4096) == [(0, 6)]
+    monkeypatch.setattr(head_choice, "SLOTS", (2, 8, 4096))
+    (few, more), (many, fewer) = choose("64KiB", 96, compares_slots=True)  # 4,096 salient tokens do not fit
+    assert (few, many) == (2, 8) and more > fewer
+    for wrong in (12, "64", 1.0, -1, "many", True, "200%", "1KiB"):
+        with refused(f"keep: got {wrong!r} at 96 tokens, expected 0 to 11 of the 12 KV heads"):
+            choose(wrong)
 
 
 def test_cache_of_a_converted_model_is_as_told(teacher):
@@ -207,6 +244,10 @@ WRONG = [
     ({"context": "4096"}, "context: got '4096', expected a whole number of at least 1."),
     ({"windowed": False}, "text: got a text along with windowed=False"),
     ({"keep": 12}, "keep: got 12"),
+    (
+        {"keep": 2, "tolerance": 0.1},
+        "tolerance: got 0.1 with LlamaForCausalLM and keep=2, expected a number above 0 with a",
+    ),
     ({"effort": 0}, "effort: got 0, expected a number above 0"),
     ({"text": None, "softmax_heads": {1: [4]}}, "softmax_heads: got KV head 4 in layer 1, expected 0 to 3"),
     ({"salient": 4, "num_decays": 3}, "num_decays: got 3 with salient=4, expected salient=0, which has a far part."),

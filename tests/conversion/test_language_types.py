@@ -11,7 +11,7 @@ import transformers
 from tools.elsewhere import check_elsewhere
 from tools.small_models import CACHE, refused, shaken, softmax_model
 from tools.small_types import TYPES, small_model_of
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 import mhla_hf
@@ -97,25 +97,6 @@ def test_every_other_type_is_refused_for_a_reason():
     for reason, types in REFUSED.items():
         model.config.__class__ = type("Config", (LlamaConfig,), {"model_type": types.split()[0]})
         with refused(types.split()[0], reason):
-            mhla_hf.convert(model)
-
-
-@pytest.mark.parametrize("layers", ["all", [0], [1]])
-def test_a_soft_cap_is_the_reason_in_sliding_and_in_whole_layers(layers):
-    config = Gemma2Config(num_hidden_layers=2, hidden_size=32, intermediate_size=32, vocab_size=64, head_dim=16)
-    with refused("its attention scores have a soft cap (attn_logit_softcapping)"):
-        mhla_hf.convert(Gemma2ForCausalLM(config), layers=layers)
-
-
-def test_shared_keys_and_sinks_are_refused():
-    for name, value, reason in (
-        ("sinks", torch.zeros(4), "attention sinks"),
-        ("is_kv_shared_layer", True, "shares keys and values"),
-    ):
-        model = LlamaForCausalLM(LlamaConfig(**{**softmax_model().config.to_dict(), "num_hidden_layers": 2}))
-        for layer in model.model.layers:
-            setattr(layer.self_attn, name, value)
-        with refused(reason):
             mhla_hf.convert(model)
 
 

@@ -10,7 +10,7 @@ from tools.tiny_pipelines import PIPELINES, inputs, tiny_transformer
 from transformers import LlamaForCausalLM
 
 import mhla_hf
-from mhla_hf.conversion import calibration, language
+from mhla_hf.conversion import calibration, head_choice
 from mhla_hf.conversion.fit import OutputFit
 from mhla_hf.conversion.grid_fit import grid_layers
 from mhla_hf.conversion.language import TeacherScores
@@ -40,7 +40,7 @@ def fail(error, after=0):
     ("stopped", "name", "error", "after"),
     [
         (OutputFit, "step", KeyboardInterrupt("stop"), 0),
-        (language, "score_heads", RuntimeError("stop"), 0),
+        (head_choice, "score_heads", RuntimeError("stop"), 0),
         (TeacherScores, "compare", MemoryError("stop"), 2),  # after heads got softmax back
     ],
 )

@@ -17,6 +17,20 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers"
 MAMBA = transformers.MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=64)
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's
 
+
+def gemma2():
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 16}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
+
+
+def with_attribute(name, value):
+    model = softmax_model()
+    for layer in model.model.layers:
+        setattr(layer.self_attn, name, value)
+    return model
+
+
+CAPPED = "its attention scores have a soft cap (attn_logit_softcapping)"
 CONVERT = [  # a model, settings, and what is said of them
     (lambda: torch.nn.Linear(2, 2), {}, "model: got Linear"),
     (lambda: type("Own", (LlamaModel,), {})(softmax_model().config), {}, "model: got Own, expected LlamaForCausalLM"),
@@ -34,6 +48,9 @@ CONVERT = [  # a model, settings, and what is said of them
     (lambda: get_peft_model(softmax_model(), LoraConfig(target_modules=["q_proj"])), {}, "model: got PeftModel, expected"),
     (lambda: transformers.MambaModel(MAMBA), {}, "'mamba', which cannot be converted: it has no softmax"),
     (lambda: small_model_of("qwen3_next"), {"layers": [0]}, "layer 0", "it has no softmax attention"),
+    *((gemma2, {"layers": layers}, CAPPED) for layers in ("all", [0], [1])),  # a sliding and a whole layer
+    (lambda: with_attribute("sinks", torch.zeros(4)), {}, "attention sinks"),
+    (lambda: with_attribute("is_kv_shared_layer", True), {}, "shares keys and values"),
     (small_clip, {}, "'clip'"),
     (lambda: converted_tower("ViTModel"), {}, "MHLA model already"),
     (lambda: softmax_tower("ViTModel"), {"layout": [4]}, "layout: got [4]"),

@@ -9,8 +9,8 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
-from tools.small_cards import TRAIN, result, save_model, scores, times
 from tools.small_models import refused
+from tools.small_repos import TRAIN, result, save_scored, scores, times
 from tools.small_scores import make_result
 from tools.tiny_pipelines import dit_pipeline, wan_pipeline
 
@@ -28,15 +28,15 @@ CARDS = ("demo", "digits_vit")
 def folders(tmp_path):
     """An MHLA model with all its files, its teacher (which states a license) and two yardsticks."""
     depths = [result("topics_recall", f"acc_back_{back}", 0.5, 0.1, True, samples=50) for back in (64, 512)]
-    mine = save_model(tmp_path / "mhla", [*scores(1.9251, 0.41), *depths, *times(1)])
+    mine = save_scored(tmp_path / "mhla", [*scores(1.9251, 0.41), *depths, *times(1)])
     (mine / "train.json").write_text(json.dumps(TRAIN))
     taught = [*scores(1.9003, 0.87), *depths[:1], result("topics_generation", "exact_match", 0.75, 0.05, True)]
-    teacher = save_model(tmp_path / "teacher", [*taught, *times(0)])
+    teacher = save_scored(tmp_path / "teacher", [*taught, *times(0)])
     (teacher / "README.md").write_text("---\nlicense: afl-3.0\n---\n# Teacher\n")
     return mine, {
         "teacher": teacher,
-        "hybrid": save_model(tmp_path / "hybrid", scores(1.9049, 0.86)),
-        "plain linear": save_model(tmp_path / "linear", scores(1.9412, 0.22)),
+        "hybrid": save_scored(tmp_path / "hybrid", scores(1.9049, 0.86)),
+        "plain linear": save_scored(tmp_path / "linear", scores(1.9412, 0.22)),
     }
 
 
@@ -54,7 +54,8 @@ SHOWN = (  # sqrt(0.02² + (0.02 * 0.41 / 0.87)²) / 0.87 in the third line
     "- plain linear: bits_per_byte of topics_bpb +2.2 %; acc of topics_recall -74.7 % ± 2.4 %",
     "| topics_recall | acc_back_64 ↑ | 50 | 0.500 ± 0.100 | 0.500 ± 0.100 |  |  |",
     "- It knows one book.",
-    "at least 0.52 times the bytes of softmax's keys",
+    f"at least {4 * 2 * 32 * 33 / (2 * 64 * 2 * 32):.2f} times the bytes of softmax's keys",
+    "cache grows with the text",
     "| match | logits | all | 300 | 8 | 512 | 614400 | 0.001 (0.003) | 83 | 1.25 → 0.0625 |",
     "| 512 | 8 | 10 | 2 | 3 | 8 | 2 |",
     "| forward, time | softmax attention is faster at 512; MHLA from 2048 on. |",
@@ -69,7 +70,9 @@ def test_what_the_card_and_its_front_matter_show(card, folders):
     lost = re.search(r"Worse than the teacher, by more than two standard errors .*?: (.*)\.", card)[1]
     assert "acc of topics_recall (0.8700 → 0.4100)" in lost and "bits_per_byte of topics_bpb" in lost
     assert "seed 5; torch" in card and card.count("seed 5") == 1, "how times were measured is said beside them alone"
-    assert "cloze" not in lost and "Recall of single facts" not in card and "/somewhere" not in card
+    assert (
+        "KV 0" not in card and "cloze" not in lost and "Recall of single facts" not in card and "/somewhere" not in card
+    )
     data = ModelCard(card).data
     assert (data.license, data.library_name, data.language) == ("afl-3.0", "transformers", ["en"])
     index = data.to_dict()["model-index"][0]
@@ -81,39 +84,46 @@ def test_what_the_card_and_its_front_matter_show(card, folders):
     assert (data.base_model, data.base_model_relation) == ("somebody/base", "finetune")
 
 
-CACHES = {
-    "hedgehog": ({}, f"at least {4 * 2 * 32 * 33 / (2 * 64 * 2 * 32):.2f} times the bytes"),
-    "windowed": ({"mixing_form": "decay", "windowed": True}, "all between through 2 running summaries"),
-}
 SCORES = {"perplexity": 16.4, "recall": -0.24}
 MEASURED = {"text": "notes.txt", "tokens": 31744, "seed": 0, "original": SCORES, "fitted": {"kl": 0.0488, **SCORES}}
 MEASURED |= {"kept": {"kl": 0.0107, **SCORES}, "softmax_heads": {"7": [0, 2]}}
 MEASURED |= {"head_scores": {"0": [0.0, 0.1, 0.0], "7": [0.9, 0.2, 0.8]}}
 MEASURED |= {"cache_bytes": {"4096": {"softmax": 2**20, "converted": 2**19}}}
+POINT = {
+    "salient": 128,
+    "heads": 2,
+    "kl": 0.3,
+    "recall": -0.1,
+    "answers": 0.5,
+    "bytes": {"4096": 2**19},
+    "chosen": True,
+}
+MEASURED |= {"curve": [{"heads": 6, "kl": 0.0, "recall": 0.0, "answers": 0.75, "bytes": {"4096": 2**20}}, POINT]}
 
 
-@pytest.mark.parametrize("form", CACHES)
-def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path, form):
-    changes, said = CACHES[form]
-    mine = save_model(tmp_path / "mhla", scores(1.9, 0.5))
-    edit(mine / "config.json", lambda config: config.update(dtype="bfloat16") or config["mhla"].update(changes))
-    if form == "windowed":
-        edit(mine / "config.json", lambda config: config.update(mhla_measured=MEASURED))
+def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path):
+    mine = save_scored(tmp_path / "mhla", scores(1.9, 0.5))
+    windowed = {"mixing_form": "decay", "windowed": True}
+    edit(mine / "config.json", lambda config: config.update(mhla_measured=MEASURED) or config["mhla"].update(windowed))
     (mine / "results.json").write_text((mine / "results.json").read_text().replace("files:", "tensors:"))
     text = write_card(mine, name="toy", license="mit").read_text()
-    assert said in text and ("cache grows with the text" in text) is (form == "hedgehog")
     lines = ["| with softmax heads | 0.0107 | 16.40 | -0.240 |", "| 7 | 0, 2 |", "| 4,096 | 1.0 | 0.5 |"]
-    lines.append("| \\*2 of 6 | 0.3000 | 0.5 |")
+    lines += ["| 6 |  | 0.0000 | 1.000 | 0.750 | 1.0 |", "| \\*2 | 128 | 0.3000 | 0.905 | 0.500 | 0.5 |"]
+    lines += [
+        "![What other choices keep, by the size of the cache](curve.png)",
+        "all between through 2 running summaries",
+    ]
     lines.append("layer 01234567\nKV 0  .      #\nKV 1  .      .\nKV 2  .      #\n")
-    for line in lines:
-        assert (line in text) is (form == "windowed")
+    assert [line for line in lines if line not in text] == [] and "cache grows with the text" not in text
+    assert (mine / "curve.png").stat().st_size > 10_000
+    check_card(mine)
 
 
 def test_from_scratch_with_scores_that_are_not_finite_or_partial_and_without_train_and_speed(tmp_path):
     """What is no whole number stays out of the index; what was not measured is said."""
     records = [result("a", "ppl", None, None, False), result("b", "acc", 0.5, None, True, limit=5)]
     records = [*scores(1.9, 0.5)[:2], *records]
-    mine = save_model(tmp_path / "mhla", records, layers=(0, 1, 2, 3))
+    mine = save_scored(tmp_path / "mhla", records, layers=(0, 1, 2, 3))
     text = write_card(mine, name="toy", license="mit").read_text()
     names = [r["dataset"]["name"] for r in ModelCard(text).data.to_dict()["model-index"][0]["results"]]
     assert names == ["topics_bpb", "topics_cloze"]

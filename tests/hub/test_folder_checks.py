@@ -7,11 +7,9 @@ import re
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from tools.small_cards import TRAIN
-from tools.small_repos import CARD, forge, save_carded, save_model, score, small_scratch, spoil
+from tools.small_repos import CARD, TRAIN, forge, save_carded, save_model, score, small_scratch, spoil
 from tools.small_scores import make_result, small_llama
+from tools.tiny_pipelines import dit_pipeline
 
 import mhla_hf
 from mhla_hf.evaluation.records import Results
@@ -25,18 +23,11 @@ TOKEN = "hf_" + "aB3" * 12
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """A converted model with everything, and a pipeline's skeleton around its weights."""
+    """A converted model with everything, and a pipeline."""
     place = tmp_path_factory.mktemp("shelf")
     save_carded(place / "model", mhla_hf.convert(small_llama(), layers="2/3", block_size=32, num_blocks=4))
-    pipe = place / "pipe"
-    (pipe / "transformer").mkdir(parents=True)
-    shutil.copy(place / "model" / "modeling_mhla.py", pipe / "transformer" / "modeling_mhla_dit.py")
-    config = {"_class_name": "MHLADiTTransformer2DModel", "num_layers": 2, "mhla": mhla_hf.MHLASettings().to_dict()}
-    (pipe / "transformer" / "config.json").write_text(json.dumps(config))
-    save_file({"weight": torch.zeros(3)}, pipe / "transformer" / "diffusion_pytorch_model.safetensors")
-    index = {"_class_name": "DiTPipeline", "transformer": ["modeling_mhla_dit", "MHLADiT"], "vae": [None, None]}
-    (pipe / "model_index.json").write_text(json.dumps({**index, "scheduler": ["diffusers", "DDIMScheduler"]}))
-    (pipe / "README.md").write_text(CARD)
+    mhla_hf.convert(dit_pipeline()).save_pretrained(place / "pipe")
+    (place / "pipe" / "README.md").write_text(CARD)
     return place
 
 
@@ -144,7 +135,6 @@ def test_what_is_on_the_list_goes_out_and_the_rest_stays_and_is_named(folder, tm
 
 
 def test_records_and_the_card_keep_the_last_part_of_an_absolute_path(folder, tmp_path):
-    """In train.json, results.json and card.json, and so on the card, which can be proven from what is sent."""
     command = "evaluate --x=/somewhere/a/b ~/c /q 'my own.txt' a/b https://a.b/c file:///somewhere/d e:/somewhere/f"
     command += r" C:\somewhere\g"
     records = [dataclasses.replace(record, command=command) for record in Results.read(folder)]

@@ -27,7 +27,6 @@ def converted(seed=0):
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """Two versions of a converted model with scores and card, and a pipeline's worth of trouble in neither."""
     place = tmp_path_factory.mktemp("shelf")
     save_carded(place / "old", converted(1))
     save_carded(place / "new", converted(2))
@@ -39,7 +38,6 @@ def content(folder):
 
 
 def held(repo, revision="main"):
-    """What a repository holds without the Hub's own file, as `content`."""
     return {path: data for path, data in repo.files(revision).items() if path != ".gitattributes"}
 
 
@@ -122,26 +120,22 @@ def test_a_pull_request_and_a_branch(hub, shelf):
     assert held(hub.repos[NAME], "dev") == content(shelf / "new")
 
 
-def test_who_may_not_write_and_ctrl_c(hub, shelf, monkeypatch):
+def test_who_may_not_write_who_was_too_late_and_ctrl_c(hub, shelf, monkeypatch):
     hub.put("other/mhla", {"README.md": b""})
     with pytest.raises(OSError, match="don't have the rights to write below other"):
         send(shelf / "new", "other/mhla")
     with pytest.raises(OSError, match=r"push to tester/mhla: .*401"):
         send(shelf / "new", NAME, token=False)
-    monkeypatch.setattr(HfApi, "preupload_lfs_files", mock.Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt, match=f"interrupted; {WHOLE}"):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match=f"interrupted; {WHOLE}"):
+        patch.setattr(HfApi, "preupload_lfs_files", mock.Mock(side_effect=KeyboardInterrupt))
         send(shelf / "new", NAME)
     assert held(hub.repos[NAME]) == {}
-
-
-def test_somebody_else_was_faster(hub, shelf, monkeypatch):
-    send(shelf / "old", NAME)
-    sending = HfApi.preupload_lfs_files
-    meanwhile = lambda *given, **options: (sending(*given, **options), hub.put(NAME, {"README.md": b"faster"}))  # noqa: E731
+    sending, faster = HfApi.preupload_lfs_files, {"README.md": b"faster"}
+    meanwhile = lambda *given, **options: (sending(*given, **options), hub.put(NAME, faster))  # noqa: E731
     monkeypatch.setattr(HfApi, "preupload_lfs_files", meanwhile)
     with pytest.raises(OSError, match="A commit has happened since"):
         send(shelf / "new", NAME)
-    assert held(hub.repos[NAME]) == {"README.md": b"faster"}
+    assert held(hub.repos[NAME]) == faster
 
 
 ARGUMENTS = {

@@ -51,9 +51,10 @@ def test_answers_stand_in_the_row_once_before_their_question(tokenizer):
 def test_heads_are_scored_on_a_row_that_repeats_itself_and_asks(tokenizer):
     text = rows_of(1, 1200)
     copied = torch.cat([text[:, :800], text[:, :400]], 1)
-    assert torch.equal(ask_of_row(text, None), copied)
-    assert torch.equal(ask_of_row(text, tokenizer), FactRows(tokenizer, 1.0)(copied, copied)[0])
-    assert not torch.equal(ask_of_row(text, tokenizer), copied)
+    assert torch.equal(ask_of_row(text, None).ids, copied) and not ask_of_row(text, None).is_answer.any()
+    row, (ids, _, weights) = ask_of_row(text, tokenizer), FactRows(tokenizer, 1.0)(copied, copied)
+    assert torch.equal(row.ids, ids) and torch.equal(row.is_answer, weights[0] > 1)
+    assert not torch.equal(ids, copied)
 
 
 def test_rows_depend_on_their_tokens_alone(tokenizer):

@@ -1,0 +1,221 @@
+"""Which KV heads of a language model keep softmax, and how many salient tokens the others keep.
+
+Heads are ordered by `score_heads`. How many of them stay, and how many salient tokens the others need, is measured: each
+candidate is one forward pass over a row that no score has seen, which repeats itself and asks for facts at its end.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..models.language.causal_attention import ATTENTION_NAME, keep_softmax_heads
+from ..models.transformers_api import set_attention_function
+from ..nn.settings import MHLASettings
+from .fit import AskingRow, Rows, compared_positions, highest_scores, score_heads
+from .sizes import LayerSizes, sizes_of_conversion
+from .steps import is_number, parse_share
+from .teacher import ChangedCore, log_probabilities, mean_kl, mhla_layers, replaced_cores, softmax_instead
+from .transformers_models import restore_softmax
+
+logger = logging.getLogger("mhla_hf")
+SLOTS = (128, 256, 512)  # numbers of salient tokens that a search compares
+PARTS = (15, 10, 6, 4)  # with keep="auto": one KV head of so many keeps softmax
+TOLERANCE = 0.02  # nats per token of KL, with keep="auto"
+MAX_LOSS = 0.05  # of the probability of a copied token, and of an answer, with keep="auto"
+KL_POSITIONS = 256
+REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+Point = dict[str, Any]  # a candidate, "salient" and "heads", and what was measured of it
+
+
+class HeadChoice:
+    """Lists the candidates that `keep` allows, and lets a converted model be the best of them; see `convert`.
+
+    With `compares_slots`, candidates have different numbers of salient tokens, unless `keep` is a number of heads.
+    """
+
+    def __init__(
+        self, model: Any, settings: MHLASettings, keep: float | int | str, context: int, tolerance: float,
+        compares_slots: bool,
+    ) -> None:  # fmt: skip
+        self.context, self.tolerance, self.is_auto = context, tolerance, keep == "auto"
+        positions = model.config.max_position_embeddings
+        self.lengths = sorted({min(length, positions) for length in (*REPORT_LENGTHS, context)})
+        max_bytes = parse_size(keep)
+        slots = SLOTS if compares_slots and (self.is_auto or max_bytes is not None) else (settings.salient,)
+        self.sizes = {count: sizes_of_conversion(model, replace(settings, salient=count)) for count in slots}
+        num_heads = sum(size.num_kv_heads for size in self.sizes[slots[0]].values())
+        if self.is_auto:
+            counts = {count: sorted({round(num_heads / part) for part in PARTS}) for count in slots}
+        elif max_bytes is not None:
+            counts = {count: heads_within(max_bytes, sizes, context) for count, sizes in self.sizes.items()}
+        else:
+            number = parse_share(keep, num_heads)
+            counts = {slots[0]: [number] if number is not None and number < num_heads else []}
+        self.candidates: list[Point] = [{"salient": count, "heads": n} for count in slots for n in counts[count]]
+        if not self.candidates:
+            least = sum(size.state_bytes for size in self.sizes[slots[0]].values())
+            forms = f"as 'auto', a number, a share, a percentage, or a size of at least {least} bytes such as '64MiB'"
+            expected = f"0 to {num_heads - 1} of the {num_heads} KV heads, {forms}"
+            raise ValueError(f"keep: got {keep!r} at {context} tokens, expected {expected}.")
+        self.keeps_any = any(point["heads"] for point in self.candidates)
+
+    def make(self, model: Any, rows: Rows, progress: bool) -> dict[str, Any]:
+        """Score the heads, measure the candidates, and change a converted model to the best of them, in place.
+
+        Returns what the report says: "softmax_heads", "cache_bytes", and, if heads were scored, "head_scores" and "curve".
+        """
+        report: dict[str, Any] = {}
+        chosen, kept_heads = self.candidates[-1], dict[int, list[int]]()
+        if self.keeps_any:
+            num_passes = len(mhla_layers(model)) * (2 * len(rows.scored) + len(self.candidates))
+            with tqdm(total=num_passes, desc="choose softmax heads", unit="layer", disable=not progress) as bar:
+                scores = score_heads(model, rows.scored, bar)
+                original = measure_candidates(model, rows.asking, scores, self.candidates, bar)
+            for point in self.candidates:
+                point_heads = highest_scores(scores, point["heads"])
+                point["bytes"] = self.cache_bytes(point, point_heads)
+                softmax_heads = {str(layer): heads for layer, heads in point_heads.items()}
+                point["settings"] = {
+                    "layers": list(scores),
+                    "salient": point["salient"],
+                    "softmax_heads": softmax_heads,
+                }
+            chosen = self.choose(original)
+            chosen["chosen"] = True
+            kept_heads = highest_scores(scores, chosen["heads"])
+            original["bytes"] = self.softmax_bytes()
+            report["head_scores"] = {str(layer): [float(f"{x:.3g}") for x in row] for layer, row in scores.items()}
+            report["curve"] = [original, *self.candidates]
+        set_salient(model, chosen["salient"])
+        if kept_heads:
+            give_softmax_back(model, kept_heads)
+        softmax, converted = self.softmax_bytes(), self.cache_bytes(chosen, kept_heads)
+        report["cache_bytes"] = {x: {"softmax": softmax[x], "converted": converted[x]} for x in converted}
+        return report | {"softmax_heads": {str(layer): heads for layer, heads in kept_heads.items()}}
+
+    def softmax_bytes(self) -> dict[str, int]:
+        token_bytes = sum(layer.token_bytes for layer in next(iter(self.sizes.values())).values())
+        return {str(length): token_bytes * length for length in self.lengths}
+
+    def cache_bytes(self, candidate: Point, kept_heads: dict[int, list[int]]) -> dict[str, int]:
+        """Compute the size of one sequence's cache in the MHLA layers, {length: bytes}."""
+        layers = self.sizes[candidate["salient"]]
+        shares = {index: len(kept_heads.get(index, ())) / layer.num_kv_heads for index, layer in layers.items()}
+        return {
+            str(length): sum(layer.cache_bytes(shares[index], length) for index, layer in layers.items())
+            for length in self.lengths
+        }
+
+    def choose(self, original: Point) -> Point:
+        """Return the candidate with the smallest cache of those that keep enough, or else the smallest KL."""
+        closest = min(self.candidates, key=lambda point: point["kl"])
+        if not self.is_auto:
+            return closest
+        enough = [
+            point
+            for point in self.candidates
+            if point["kl"] <= self.tolerance
+            and math.exp(original["recall"]) - math.exp(point["recall"]) <= MAX_LOSS
+            and original.get("answers", 0) - point.get("answers", 0) <= MAX_LOSS
+        ]
+        if not enough:
+            logger.warning("keep: no candidate keeps enough with tolerance=%s; took the closest.", self.tolerance)
+        return min(enough, key=lambda point: point["bytes"][str(self.context)]) if enough else closest
+
+
+@torch.no_grad()
+def measure_candidates(
+    model: Any, row: AskingRow, scores: dict[int, list[float]], candidates: Sequence[Point], bar: tqdm
+) -> Point:
+    """Measure each candidate, in place, and return the same of the softmax original.
+
+    "kl" is the KL to the original in nats per token, "recall" the mean log-probability of copied tokens, and "answers", if
+    the row has any, the mean probability of an answer.
+    """
+    answers = row.is_answer.nonzero()[:, 0]
+    starts = row.is_answer & ~row.is_answer.roll(1)
+    end = int(answers[0]) if len(answers) else row.ids.shape[1]
+    copied = torch.arange(end - end // 12, end - end // 48)  # in the repeated part, before the first question
+    compared = compared_positions(row.ids.shape[1] - 1, KL_POSITIONS, row.ids.shape[1] // 8)
+    positions = torch.cat([compared, copied - 1, answers - 1])
+    teacher: Any = None
+
+    def measure() -> tuple[torch.Tensor, Point]:
+        log_p = log_probabilities(model, row.ids, positions)[0].cpu()
+        of_next = log_p.gather(-1, row.ids[0, positions + 1, None])[:, 0]
+        _, of_copies, of_answers = of_next.split([len(compared), len(copied), len(answers)])
+        predicted = log_p[: len(compared)]
+        measured = {"kl": 0.0 if teacher is None else round(float(mean_kl(teacher, predicted)), 6)}
+        measured["recall"] = round(float(of_copies.mean()), 4)
+        if len(answers):
+            by_answer = torch.zeros(int(starts.sum())).index_add(0, starts.cumsum(0)[answers] - 1, of_answers)
+            measured["answers"] = round(float(by_answer.exp().mean()), 4)
+        return predicted, measured
+
+    layers = mhla_layers(model)
+    with softmax_instead(model):
+        teacher, original = measure()
+    change = partial(ChangedCore, num_tokens=row.ids.shape[1], notify=bar.update)
+    for point in candidates:
+        set_salient(model, point["salient"])
+        kept_heads = highest_scores(scores, point["heads"])
+        with replaced_cores(layers, change) as cores:
+            for index, core in cores.items():
+                core.change.fill_(1.0)
+                core.change[:, kept_heads.get(index, [])] = 0.0
+            point |= measure()[1]
+    return {"heads": sum(map(len, scores.values())), **original}
+
+
+def set_salient(model: Any, count: int) -> None:
+    """Set the number of salient tokens per MHLA head of a converted language model, in place."""
+    model.config.mhla["salient"] = count
+    for attention in mhla_layers(model).values():
+        core = attention.mhla
+        core.settings, core.options = replace(core.settings, salient=count), replace(core.options, salient=count)
+
+
+def parse_size(keep: float | int | str) -> int | None:
+    """Convert a size such as "64MiB" to bytes; None if `keep` is not a size."""
+    if isinstance(keep, str) and keep[-3:] in UNITS and is_number(keep[:-3]):
+        return int(float(keep[:-3]) * UNITS[keep[-3:]])
+    return None
+
+
+def heads_within(max_bytes: int, sizes: dict[int, LayerSizes], context: int) -> list[int]:
+    """Return how many KV heads can keep softmax within a size of the cache at `context` tokens, or nothing if MHLA alone is
+    larger."""
+    num_heads, token_bytes, state_bytes = (sum(column) for column in zip(*sizes.values(), strict=True))
+    bytes_per_head = (token_bytes * context - state_bytes) / num_heads  # that keeping softmax adds
+    if max_bytes < state_bytes or bytes_per_head <= 0:
+        return []
+    return [min(num_heads - 1, int((max_bytes - state_bytes) / bytes_per_head))]
+
+
+def give_softmax_back(model: Any, kept_heads: dict[int, list[int]]) -> None:
+    """Let KV heads of MHLA layers keep softmax, {layer: [KV head, ...]}, and record them in `model.config.mhla`, in place.
+
+    If all KV heads of a layer are chosen, it becomes a softmax layer of the base again, and its MHLA weights are deleted.
+    """
+    layers, config = mhla_layers(model), model.config
+    partly = {index: heads for index, heads in kept_heads.items() if len(heads) < layers[index].mhla.num_kv_heads}
+    mhla_indices = [index for index in layers if index not in kept_heads or index in partly]
+    if not mhla_indices:
+        raise ValueError(f"keep: got all {sum(map(len, kept_heads.values()))} KV heads, expected fewer.")
+    if config._attn_implementation == ATTENTION_NAME:
+        set_attention_function(config, "sdpa")  # the default of transformers
+    for index, heads in kept_heads.items():
+        if index in partly:
+            keep_softmax_heads(layers[index], config, heads)
+        else:
+            restore_softmax(layers[index], config)
+    softmax_heads = {str(index): heads for index, heads in partly.items()} or None
+    settings = MHLASettings.from_dict(config.mhla)
+    config.mhla = replace(settings, layers=mhla_indices, softmax_heads=softmax_heads).to_dict()
