@@ -14,7 +14,7 @@ RELEASE_newest :=
 RELEASES ?= oldest newest
 VLLM := 0.32.0
 RELEASE_TESTS := $(addprefix tests/,models/test_transformers_api.py models/test_cache.py models/test_compiled_decoding.py \
-	checkpoints/test_save.py test_register.py journey/test_readme.py experiments/test_demo.py)
+	checkpoints/test_save.py test_register.py journey/test_readme.py experiments/test_demo_journey.py)
 
 .PHONY: demo demo-images test test-slow test-releases test-vllm lint format bench gpu docs notebooks clean
 

