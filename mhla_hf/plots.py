@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .checkpoints.file_io import PathLike, atomic_file
@@ -45,8 +45,14 @@ def draw_heads(measured: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def sort_lengths(by_length: Mapping[str, Any]) -> list[str]:
+    """Sort numbers of tokens, which JSON has as strings, and saved configurations in the order of strings."""
+    return sorted(by_length, key=int)
+
+
 def tabulate_curve(measured: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a table: what the original and each measured choice of heads keep, and their caches."""
+    lengths = sort_lengths(measured["cache_bytes"])
     rows = []
     for point in measured["curve"]:
         cells = [
@@ -55,24 +61,27 @@ def tabulate_curve(measured: Mapping[str, Any]) -> tuple[list[str], list[list[st
             f"{point['kl']:.4f}",
         ]
         cells += [f"{math.exp(point['recall']):.3f}", f"{point['answers']:.3f}" if "answers" in point else ""]
-        rows.append([*cells, *(f"{size / 2**20:,.1f}" for size in point["bytes"].values())])
-    sizes = [f"MiB at {int(length):,}" for length in measured["cache_bytes"]]
+        rows.append([*cells, *(f"{point['bytes'][length] / 2**20:,.1f}" for length in lengths)])
+    sizes = [f"MiB at {int(length):,}" for length in lengths]
     return ["softmax heads", "salient tokens", "KL", "copies", "answers", *sizes], rows
 
 
 def draw_curve(measured: Mapping[str, Any], path: PathLike) -> None:
     """Draw what each measured choice of heads keeps by the size of its cache, a line for each number of salient tokens."""
-    length = list(measured["cache_bytes"])[-1]
     original, *points = measured["curve"]
-    shown = {"kl": "KL to the original, nats", "recall": "log-probability of copies"}
+    length = str(measured["context"])
+    shown: dict[str, Callable[[Any], float]] = {"KL to the original, nats": lambda point: point["kl"]}
+    shown["probability of a copied token"] = lambda point: math.exp(point["recall"])
     if "answers" in original:
-        shown["answers"] = "probability of answers"
+        shown["probability of an answer"] = lambda point: point["answers"]
     with drawing(path, 1, len(shown), figsize=(4 * len(shown), 3.4)) as (_, axes):
-        for axis, (key, title) in zip(axes[0], shown.items(), strict=True):
+        for axis, (title, value) in zip(axes[0], shown.items(), strict=True):
             for color, count in zip(PALETTE[2:], sorted({point["salient"] for point in points}), strict=False):
-                line = [(p["bytes"][length] / 2**20, p[key]) for p in points if p["salient"] == count]
+                line = [(p["bytes"][length] / 2**20, value(p)) for p in points if p["salient"] == count]
                 axis.plot(*zip(*line, strict=True), marker="o", color=color, label=f"{count} salient tokens")
-            axis.axhline(original[key], color=COLORS["teacher"], linewidth=1, label="original")
+            chosen = next(point for point in points if point.get("chosen"))
+            axis.plot(chosen["bytes"][length] / 2**20, value(chosen), "o", ms=12, mfc="none", mec=COLORS["teacher"])
+            axis.axhline(value(original), color=COLORS["teacher"], linewidth=1, label="original")
             axis.set_title(title)
             axis.set_xlabel(f"MiB of cache at {int(length):,} tokens")
         axes[0, 0].legend()
@@ -88,7 +97,9 @@ def render_report(measured: Mapping[str, Any]) -> str:
         return render_rows(["held-out text", *(f"cosine, {length} tokens" for length in lengths)], rows)
     caches = [
         f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
-        for tokens, sizes in measured["cache_bytes"].items()
+        for tokens, sizes in (
+            (tokens, measured["cache_bytes"][tokens]) for tokens in sort_lengths(measured["cache_bytes"])
+        )
     ]
     rows = []
     for name, values in scores.items():

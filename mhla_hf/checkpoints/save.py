@@ -131,7 +131,7 @@ def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int =
     """
     path = Path(folder).expanduser().resolve()
     remove_abandoned(path.parent, f"{path.name}.tmp-")
-    start = f"output: got {str(folder)!r}"
+    start = f"out: got {str(folder)!r}"
     if path.exists() and not path.is_dir():
         raise ValueError(f"{start}, which is a file, expected a new folder.")
     if any(protected.resolve().is_relative_to(path) for protected in (Path.cwd(), Path.home())):
@@ -146,7 +146,7 @@ def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int =
         if foreign := min(existing - model_files, default=None):
             expected = "nothing but the files of a model; move it first"
             raise ValueError(f"{start}, which holds {str(foreign)!r}, expected {expected}.")
-    check_writable(path, "output", num_bytes)
+    check_writable(path, "out", num_bytes)
     return path
 
 
@@ -172,7 +172,7 @@ def save_model(
 
     path = check_new_folder(folder, overwrite, count_bytes(model))
     with (
-        wrap_errors(f"output: got {str(folder)!r}, expected a folder that can be written"),
+        wrap_errors(f"out: got {str(folder)!r}, expected a folder that can be written"),
         atomic_folder(path, replace=overwrite) as temporary,
         no_progress_bars(),
     ):

@@ -20,7 +20,7 @@ example:
 Without text or samples, distillation recovers the quality: mhla-hf distill. After samples, it brings models closer still.
 """
 MAX_IMAGES = 256  # that a classifier learns from
-# Kind of model -> (function that loads one, recipe that distills it), for all but causal language models.
+# Kinds other than causal language models and pipelines -> (function that loads one, recipe that distills it).
 OTHER_KINDS = {"images": ("load_classifier", None), "encoders": ("load_encoder", "encoder")}
 
 

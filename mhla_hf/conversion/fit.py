@@ -1,8 +1,8 @@
-"""Fitting the MHLA heads of a converted text model to its softmax original, and choosing which KV heads keep softmax.
+"""Fitting the MHLA heads of a converted text model to its softmax original, and scoring its KV heads.
 
 The base's weights never change. First, every MHLA layer that has parameters learns the output of its softmax original, on
 the inputs that the original's layer gets (`OutputFit`). Then one backward pass of the original tells how much its loss
-depends on what each KV head would lose (`score_heads`); the heads with the largest scores keep softmax.
+depends on what each KV head would lose (`score_heads`).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,16 +35,13 @@ class AskingRow(NamedTuple):
 
 @dataclass
 class Rows:
-    """The text of a conversion, in batches of token ids, int64 [N, T] each: to fit, to score heads by, and to measure on.
-
-    A language model has a row that asks, by which the number of its softmax heads is chosen.
-    """
+    """The text of a conversion, in batches of token ids, int64 [N, T] each: to fit, to score heads by, and to measure on."""
 
     fit: list[torch.Tensor]
     scored: list[torch.Tensor]
     held_out: list[torch.Tensor]
     name: str
-    asking: Any = None  # `AskingRow` of a language model
+    asking: Any = None  # `AskingRow` of a language model, to measure numbers of softmax heads by
 
 
 def row_length(source: Any, longest: int, shortest: int) -> int:

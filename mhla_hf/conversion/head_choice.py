@@ -28,10 +28,11 @@ SLOTS = (128, 512)  # numbers of salient tokens that a search compares
 PARTS = (15, 10, 6, 4)  # with keep="auto": one KV head of so many keeps softmax
 TOLERANCE = 0.02  # nats per token of KL, with keep="auto"
 MAX_LOSS = 0.05  # of the probability of a copied token, and of an answer, with keep="auto"
-KL_POSITIONS = 256
+CURVE_POSITIONS = 256
+QUESTION_TOKENS = 8  # at most, before an answer
 REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-Point = dict[str, Any]  # a candidate, "salient" and "heads", and what was measured of it
+Point = dict[str, Any]  # a candidate, "salient" and "heads", its "kept_heads", and what was measured of it
 
 
 class HeadChoice:
@@ -44,9 +45,9 @@ class HeadChoice:
         self, model: Any, settings: MHLASettings, keep: float | int | str, context: int, tolerance: float,
         compares_slots: bool,
     ) -> None:  # fmt: skip
-        self.context, self.tolerance, self.is_auto = context, tolerance, keep == "auto"
+        self.settings, self.context, self.tolerance, self.is_auto = settings, context, tolerance, keep == "auto"
         positions = model.config.max_position_embeddings
-        self.lengths = sorted({min(length, positions) for length in (*REPORT_LENGTHS, context)})
+        self.lengths = sorted({context, *(min(length, positions) for length in REPORT_LENGTHS)})
         max_bytes = parse_size(keep)
         slots = SLOTS if compares_slots and (self.is_auto or max_bytes is not None) else (settings.salient,)
         self.sizes = {count: sizes_of_conversion(model, replace(settings, salient=count)) for count in slots}
@@ -60,67 +61,75 @@ class HeadChoice:
             counts = {slots[0]: [number] if number is not None and number < num_heads else []}
         self.candidates: list[Point] = [{"salient": count, "heads": n} for count in slots for n in counts[count]]
         if not self.candidates:
-            least = sum(size.state_bytes for size in self.sizes[slots[0]].values())
-            forms = f"as 'auto', a number, a share, a percentage, or a size of at least {least} bytes such as '64MiB'"
+            sizes = self.sizes[slots[0]].values()
+            least, softmax = sum(x.state_bytes for x in sizes), sum(x.token_bytes for x in sizes) * context
+            size = f"or a size such as '64MiB', from {least} bytes up to the {softmax} of softmax"
+            forms = f"as 'auto', a number, a share, a percentage, {size}"
             expected = f"0 to {num_heads - 1} of the {num_heads} KV heads, {forms}"
             raise ValueError(f"keep: got {keep!r} at {context} tokens, expected {expected}.")
-        self.keeps_any = any(point["heads"] for point in self.candidates)
+        # A single candidate without softmax heads needs no scores.
+        self.compares = len(self.candidates) > 1 or self.candidates[0]["heads"] > 0
 
-    def make(self, model: Any, rows: Rows, progress: bool) -> dict[str, Any]:
-        """Score the heads, measure the candidates, and change a converted model to the best of them, in place.
+    def find(self, model: Any, rows: Rows, progress: bool) -> tuple[int, dict[int, list[int]], dict[str, Any]]:
+        """Score the heads, measure the candidates, and choose one.
 
-        Returns what the report says: "softmax_heads", "cache_bytes", and, if heads were scored, "head_scores" and "curve".
+        Returns its number of salient tokens, its softmax heads, and what the report says: "context", "softmax_heads",
+        "cache_bytes", and, if heads were scored, "head_scores" and "curve".
         """
-        report: dict[str, Any] = {}
-        chosen, kept_heads = self.candidates[-1], dict[int, list[int]]()
-        if self.keeps_any:
+        report: dict[str, Any] = {"context": self.context}
+        chosen: Point = {**self.candidates[0], "kept_heads": {}}
+        if self.compares:
             num_passes = len(mhla_layers(model)) * (2 * len(rows.scored) + len(self.candidates))
             with tqdm(total=num_passes, desc="choose softmax heads", unit="layer", disable=not progress) as bar:
                 scores = score_heads(model, rows.scored, bar)
-                original = measure_candidates(model, rows.asking, scores, self.candidates, bar)
-            for point in self.candidates:
-                point_heads = highest_scores(scores, point["heads"])
-                point["bytes"] = self.cache_bytes(point, point_heads)
-                softmax_heads = {str(layer): heads for layer, heads in point_heads.items()}
-                point["settings"] = {
-                    "layers": list(scores),
-                    "salient": point["salient"],
-                    "softmax_heads": softmax_heads,
-                }
-            chosen = self.choose(original)
+                points = [{**x, "kept_heads": highest_scores(scores, x["heads"])} for x in self.candidates]
+                original = measure_candidates(model, rows.asking, points, bar)
+            for point in points:
+                point["bytes"] = self.cache_bytes(point)
+            chosen = self.choose(original, points)
             chosen["chosen"] = True
-            kept_heads = highest_scores(scores, chosen["heads"])
-            original["bytes"] = self.softmax_bytes()
             report["head_scores"] = {str(layer): [float(f"{x:.3g}") for x in row] for layer, row in scores.items()}
-            report["curve"] = [original, *self.candidates]
-        set_salient(model, chosen["salient"])
-        if kept_heads:
-            give_softmax_back(model, kept_heads)
-        softmax, converted = self.softmax_bytes(), self.cache_bytes(chosen, kept_heads)
+            original |= {"heads": sum(map(len, scores.values())), "bytes": self.softmax_bytes()}
+            report["curve"] = [original, *(self.describe(point) for point in points)]
+        softmax, converted = self.softmax_bytes(), self.cache_bytes(chosen)
         report["cache_bytes"] = {x: {"softmax": softmax[x], "converted": converted[x]} for x in converted}
-        return report | {"softmax_heads": {str(layer): heads for layer, heads in kept_heads.items()}}
+        report["softmax_heads"] = name_layers(chosen["kept_heads"])
+        return chosen["salient"], chosen["kept_heads"], report
+
+    def describe(self, point: Point) -> Point:
+        """Return what the report says of a point, with the settings by which `convert` makes it from the original.
+
+        There are none for a far part, which learns.
+        """
+        described = {name: value for name, value in point.items() if name != "kept_heads"}
+        if not point["salient"]:
+            return described
+        kept = {name: getattr(self.settings, name) for name in ("block_size", "window", "sinks")}
+        layers = list(self.sizes[point["salient"]])
+        settings = {"layers": layers, "salient": point["salient"], "softmax_heads": name_layers(point["kept_heads"])}
+        return {**described, "settings": kept | settings}
 
     def softmax_bytes(self) -> dict[str, int]:
         token_bytes = sum(layer.token_bytes for layer in next(iter(self.sizes.values())).values())
         return {str(length): token_bytes * length for length in self.lengths}
 
-    def cache_bytes(self, candidate: Point, kept_heads: dict[int, list[int]]) -> dict[str, int]:
+    def cache_bytes(self, point: Point) -> dict[str, int]:
         """Compute the size of one sequence's cache in the MHLA layers, {length: bytes}."""
-        layers = self.sizes[candidate["salient"]]
+        layers, kept_heads = self.sizes[point["salient"]], point["kept_heads"]
         shares = {index: len(kept_heads.get(index, ())) / layer.num_kv_heads for index, layer in layers.items()}
         return {
             str(length): sum(layer.cache_bytes(shares[index], length) for index, layer in layers.items())
             for length in self.lengths
         }
 
-    def choose(self, original: Point) -> Point:
-        """Return the candidate with the smallest cache of those that keep enough, or else the smallest KL."""
-        closest = min(self.candidates, key=lambda point: point["kl"])
+    def choose(self, original: Point, points: Sequence[Point]) -> Point:
+        """Return the point with the smallest cache of those that keep enough, or else the smallest KL."""
+        closest = min(points, key=lambda point: point["kl"])
         if not self.is_auto:
             return closest
         enough = [
             point
-            for point in self.candidates
+            for point in points
             if point["kl"] <= self.tolerance
             and math.exp(original["recall"]) - math.exp(point["recall"]) <= MAX_LOSS
             and original.get("answers", 0) - point.get("answers", 0) <= MAX_LOSS
@@ -131,19 +140,17 @@ class HeadChoice:
 
 
 @torch.no_grad()
-def measure_candidates(
-    model: Any, row: AskingRow, scores: dict[int, list[float]], candidates: Sequence[Point], bar: tqdm
-) -> Point:
-    """Measure each candidate, in place, and return the same of the softmax original.
+def measure_candidates(model: Any, row: AskingRow, points: Sequence[Point], bar: tqdm) -> Point:
+    """Measure each point, with its "kept_heads" and "salient", in place, and return the same of the softmax original.
 
     "kl" is the KL to the original in nats per token, "recall" the mean log-probability of copied tokens, and "answers", if
     the row has any, the mean probability of an answer.
     """
     answers = row.is_answer.nonzero()[:, 0]
     starts = row.is_answer & ~row.is_answer.roll(1)
-    end = int(answers[0]) if len(answers) else row.ids.shape[1]
-    copied = torch.arange(end - end // 12, end - end // 48)  # in the repeated part, before the first question
-    compared = compared_positions(row.ids.shape[1] - 1, KL_POSITIONS, row.ids.shape[1] // 8)
+    end = int(answers[0]) - QUESTION_TOKENS if len(answers) else row.ids.shape[1]
+    copied = torch.arange(end - end // 12, end)  # in the repeated part, before the first question
+    compared = compared_positions(row.ids.shape[1] - 1, CURVE_POSITIONS, row.ids.shape[1] // 8)
     positions = torch.cat([compared, copied - 1, answers - 1])
     teacher: Any = None
 
@@ -152,8 +159,8 @@ def measure_candidates(
         of_next = log_p.gather(-1, row.ids[0, positions + 1, None])[:, 0]
         _, of_copies, of_answers = of_next.split([len(compared), len(copied), len(answers)])
         predicted = log_p[: len(compared)]
-        measured = {"kl": 0.0 if teacher is None else round(float(mean_kl(teacher, predicted)), 6)}
-        measured["recall"] = round(float(of_copies.mean()), 4)
+        kl = 0.0 if teacher is None else max(0.0, float(mean_kl(teacher, predicted)))
+        measured = {"kl": round(kl, 6), "recall": round(float(of_copies.mean()), 4)}
         if len(answers):
             by_answer = torch.zeros(int(starts.sum())).index_add(0, starts.cumsum(0)[answers] - 1, of_answers)
             measured["answers"] = round(float(by_answer.exp().mean()), 4)
@@ -163,15 +170,19 @@ def measure_candidates(
     with softmax_instead(model):
         teacher, original = measure()
     change = partial(ChangedCore, num_tokens=row.ids.shape[1], notify=bar.update)
-    for point in candidates:
+    for point in points:
         set_salient(model, point["salient"])
-        kept_heads = highest_scores(scores, point["heads"])
         with replaced_cores(layers, change) as cores:
             for index, core in cores.items():
                 core.change.fill_(1.0)
-                core.change[:, kept_heads.get(index, [])] = 0.0
+                core.change[:, point["kept_heads"].get(index, [])] = 0.0
             point |= measure()[1]
-    return {"heads": sum(map(len, scores.values())), **original}
+    return original
+
+
+def name_layers(kept_heads: dict[int, list[int]]) -> dict[str, list[int]]:
+    """Return the same heads with layers as JSON has them."""
+    return {str(layer): heads for layer, heads in kept_heads.items()}
 
 
 def set_salient(model: Any, count: int) -> None:

@@ -25,7 +25,7 @@ from ..nn.settings import FAR_SETTINGS, SALIENT, MHLASettings, is_whole
 from ..plots import render_report
 from .encoder import EmbeddingScores, read_encoder_rows
 from .fit import AskingRow, OutputFit, Rows, compared_positions, once_and_twice, read_twice, row_length
-from .head_choice import TOLERANCE, HeadChoice
+from .head_choice import TOLERANCE, HeadChoice, give_softmax_back, set_salient
 from .steps import check_learning, check_report
 from .teacher import is_encoder, mean_kl, softmax_instead
 from .transformers_models import checked_settings, convert_in_place, convertible_family
@@ -74,7 +74,8 @@ def convert_with_text(
     if is_text_encoder and (keep or context):
         name, value = ("keep", keep) if keep else ("context", context)
         raise ValueError(f"{name}: got {value!r} with {type(model).__name__}, an encoder, expected None.")
-    if tolerance is not None and (is_text_encoder or keep not in (None, "auto") or not 0 < tolerance < math.inf):
+    is_positive = isinstance(tolerance, int | float) and 0 < tolerance < math.inf
+    if tolerance is not None and (is_text_encoder or keep not in (None, "auto") or not is_positive):
         got = f"{tolerance!r} with {type(model).__name__} and keep={keep!r}"
         raise ValueError(f'tolerance: got {got}, expected a number above 0 with a language model and keep="auto".')
     tolerance = TOLERANCE if tolerance is None else tolerance
@@ -91,7 +92,8 @@ def convert_with_text(
     if (row_tokens := (rows.fit or rows.held_out)[0].shape[1]) < shortest:
         expected = f"a window and one block of less than the {row_tokens} tokens of a row"
         raise ValueError(f"window: got {window} with block_size {block_size}, expected {expected}.")
-    ids = [batch.tolist() for batch in (*rows.fit, *rows.scored, *rows.held_out)]
+    asking = [rows.asking.ids] if rows.asking else []
+    ids = [batch.tolist() for batch in (*rows.fit, *rows.scored, *asking, *rows.held_out)]
     config = {**model.config.to_dict(), "_name_or_path": None}
     candidates = choice and choice.candidates
     saved_steps.identify(ids, effort, seed, candidates, mhla_settings.to_dict(), config, fingerprint_model(model))
@@ -100,9 +102,12 @@ def convert_with_text(
             torch.utils.swap_tensors(x, copy.deepcopy(x))
     attention_function = model.config._attn_implementation
     convert_in_place(model, family, mhla_settings)
-    if choice and choice.keeps_any:  # these heads compute softmax as the model did
+    if choice and choice.compares:  # softmax heads compute as the model did
+        mhla_function = model.config._attn_implementation
         set_attention_function(model.config, attention_function)
     report = learn_from_rows(model, rows, choice, seed, saved_steps, progress)
+    if choice and choice.compares and not report["softmax_heads"]:
+        set_attention_function(model.config, mhla_function)
     model.config.mhla_measured = report | {"seconds": round(time.monotonic() - start_time)}
     if progress:
         print(render_report(model.config.mhla_measured))
@@ -144,13 +149,16 @@ def read_rows(
         source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
         short_length = row_length(source, short_length, shortest)
         if isinstance(source, TokenRing) and len(source.tokens) < num_passages * long_length:
+            if short_length < long_length:
+                message = "text: got %d tokens, expected %d, to choose by what is further back than %d tokens."
+                logger.warning(message, len(source.tokens), num_passages * long_length, short_length)
             long_length = short_length
             num_scored, num_long = 1, 2
             num_passages = min(num_rows, len(source.tokens) // short_length)
         passages, name = source.reader(long_length, seed, 0).take(num_passages)[0], source.name
     whole_rows = long_length // short_length * short_length
     short_rows = list(passages[num_long:, :whole_rows].reshape(-1, 1, short_length))[: num_rows - num_long]
-    num_held_out = min(HELD_OUT_ROWS, max(1, len(short_rows) // 6))
+    num_held_out = min(HELD_OUT_ROWS, max(1, len(short_rows) // 6) if learns else len(short_rows))
     fit_rows = short_rows[num_held_out:] if learns else []
     # Long rows come late, each followed by two short ones.
     first_long = max(len(fit_rows) - 2 * (num_long - num_scored - 2), 0)
@@ -161,8 +169,10 @@ def read_rows(
 
 
 def ask_of_row(row: torch.Tensor, tokenizer: Any) -> AskingRow:
-    """Return a row [1, T] that asks for what text alone seldom does: its last third repeats its first tokens, and facts
-    stand in it, with questions at its end. Without words in the tokenizer, there are no facts."""
+    """Build an `AskingRow` from a row int64 [1, T]: repeat its first third at the end, and insert facts and questions.
+
+    Text alone seldom makes a model look something up. No facts are inserted if the tokenizer has too few one-token words.
+    """
     num_copied = row.shape[1] // 3
     row = torch.cat([row[:, :-num_copied], row[:, :num_copied]], 1)
     ids, _, weights = FactRows(tokenizer, 1.0)(row, row)
@@ -248,20 +258,28 @@ def learn_from_rows(
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
         "text": public_name(rows.name),
-        "tokens": sum(x.numel() for x in (*rows.fit, *rows.scored)),
+        "tokens": sum(x.numel() for x in (*rows.fit, *rows.scored, *([rows.asking.ids] if rows.asking else []))),
         "seed": seed,
         "original": teacher.scores,
-        "converted": teacher.compare(model),
+        "softmax_heads": {},
     }
     check_report(report)
     if rows.fit:
+        report["converted"] = teacher.compare(model)
         fit = OutputFit(model, steps=len(rows.fit))
         with tqdm(total=len(rows.fit), desc="fit MHLA to softmax", unit="row", disable=not progress) as bar:
             saved_steps.run(fit, rows.fit, bar)
         fit.finish()
         report["fitted"] = teacher.compare(model)
-    report |= choice.make(model, rows, progress) if choice else {"softmax_heads": {}}
-    if choice and choice.keeps_any:
+    softmax_heads: dict[int, list[int]] = {}
+    if choice:
+        salient, softmax_heads, chosen = choice.find(model, rows, progress)
+        report |= chosen
+        set_salient(model, salient)
+        if not rows.fit:
+            report["converted"] = teacher.compare(model)
+    if softmax_heads:
+        give_softmax_back(model, softmax_heads)
         report["kept"] = teacher.compare(model)
     check_report(report)
     return report
@@ -287,7 +305,7 @@ class TeacherScores:
         predicted, scores = self.predict(model)
         pairs = zip(self.expected, predicted, strict=True)
         kl = sum(float(mean_kl(expected.float(), x)) for expected, x in pairs) / len(predicted)
-        return {"kl": round(kl, 6), **scores}
+        return {"kl": round(max(kl, 0.0), 6), **scores}
 
     def predict(self, model: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
         """Compute the log-probabilities at `positions` of each row, and the scores of a model."""

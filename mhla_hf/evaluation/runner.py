@@ -107,10 +107,10 @@ class EvaluationArgs:
         """Raise ValueError for what the recipe's kind does not allow, such as a tokenizer for image models."""
         is_language, limit, size = self.recipe.kind == "language", self.limit, self.batch_size
         if limit is not None and not (0 < limit < math.inf and (limit == int(limit) or (is_language and limit < 1))):
-            expected = "a whole number" + " of documents, or a fraction below 1" * is_language
+            expected = "a whole number of at least 1" + ", or a fraction between 0 and 1" * is_language
             raise ValueError(f"limit: got {limit!r}, expected {expected}.")
         if (size == "auto" and not is_language) or (size != "auto" and size < 1):
-            expected = "an integer of at least 1" + ' or "auto"' * is_language
+            expected = "a whole number of at least 1" + ' or "auto"' * is_language
             raise ValueError(f"batch_size: got {size!r}, expected {expected}.")
         for name in () if is_language else LANGUAGE_ONLY:
             if getattr(self, name) is not None:

@@ -21,7 +21,7 @@ from ..checkpoints.file_io import PathLike, check_writable, read_json, read_yaml
 from ..checkpoints.save import CARD_FILE, CURVE_FILE
 from ..checkpoints.values import read_settings
 from ..evaluation.records import Result, Results, format_score, render_table
-from ..plots import draw_curve, draw_heads, tabulate_curve
+from ..plots import draw_curve, draw_heads, sort_lengths, tabulate_curve
 from . import facts as facts_module
 from .facts import TEACHER, Facts, Person, make_facts, read_folder, section_of
 
@@ -65,7 +65,9 @@ def write_card(
 
 
 def _write_measured_card(folder: Path, measured: dict[str, Any], person: Person) -> Path:
-    text = render_card(make_facts(measured, person), draw_curve_file(folder, measured["config"]))
+    curve_file = choose_curve_file(measured["config"])
+    text = render_card(make_facts(measured, person), curve_file)
+    draw_curve_file(folder, curve_file, measured["config"])
     stored = {"format_version": facts_module.FORMAT_VERSION, **dataclasses.asdict(person)}
     write_json(folder / facts_module.PERSON_FILE, {**stored, "compared": measured["compared"]})
     return write_text(folder / CARD_FILE, text)
@@ -76,16 +78,22 @@ def render_folder_card(folder: PathLike, weights: bool = True) -> str:
     return render_card(make_facts(*read_folder(folder, weights)), curve_file)
 
 
-def draw_curve_file(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Draw what other choices of softmax heads keep, and return the name of the file, or None if that was not measured."""
-    measured = config.get("mhla_measured") or {}
-    if "curve" not in measured:
+def choose_curve_file(config: Mapping[str, Any]) -> str | None:
+    """Return the name of the figure of what other choices of softmax heads keep; None if there is none to draw."""
+    if "curve" not in (config.get("mhla_measured") or {}):
         return None
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("card: no %s, which needs matplotlib: pip install 'mhla_hf[eval]'", CURVE_FILE)
         return None
-    draw_curve(measured, folder / CURVE_FILE)
     return CURVE_FILE
+
+
+def draw_curve_file(folder: Path, name: str | None, config: Mapping[str, Any]) -> None:
+    """Draw the figure of a card, or remove one that the card does not show."""
+    if name is None:
+        (folder / CURVE_FILE).unlink(missing_ok=True)
+    else:
+        draw_curve(config["mhla_measured"], folder / name)
 
 
 def check_card(folder: PathLike) -> None:
@@ -132,7 +140,9 @@ def write_first_card(folder: Path, person: Person) -> Path:
     if Results.read(folder):
         return _write_measured_card(folder, facts_module.measure(folder, {}), person)
     kind, class_name, config = facts_module.read_model(folder)
-    text = render_card(Facts(kind, class_name, config, person), draw_curve_file(folder, config))
+    curve_file = choose_curve_file(config)
+    text = render_card(Facts(kind, class_name, config, person), curve_file)
+    draw_curve_file(folder, curve_file, config)
     return write_text(folder / CARD_FILE, text)
 
 
@@ -167,6 +177,7 @@ def render_card(facts: Facts, curve_file: str | None = None) -> str:
             measured=_group_by_origin(columns),
             draw_heads=draw_heads,
             tabulate_curve=tabulate_curve,
+            sort_lengths=sort_lengths,
             curve_file=curve_file,
         )
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -171,7 +171,7 @@ def check_weights(folder: Path) -> str:
 def _check_readme(file: Path, repo_id: str | None, is_measured: bool) -> None:
     """Refuse a card that has no license or, if it was rendered from scores, is outdated or of another Hub id."""
     if not file.exists():
-        raise ValueError(f"{file}: got no card, expected one, or license or base_model for push to write it.")
+        raise ValueError(f"{file}: got no card, expected one; push writes it if license or base_model is given.")
     with wrap_errors(f"{file}: got metadata that cannot be read, expected YAML front matter"):
         license = ModelCard(file.read_text(encoding="utf-8")).data.get("license")
     if not isinstance(license, str):

@@ -22,7 +22,7 @@ MAX_BLOCK_SIZE = 65_536  # a cache allocates the keys and values of a block at i
 MAX_DECAYS = 64
 MAX_WINDOW_BLOCKS = 1_024
 MAX_SALIENT = 65_536
-SALIENT = 128  # tokens per KV head that a language model converted with text keeps by default
+SALIENT = 128  # salient tokens per KV head of a language model converted with text, unless `keep` chooses their number
 # Settings of the far part, in whose place salient tokens are.
 FAR_SETTINGS = ("feature_map", "num_decays", "free_decay", "length_power", "window_dropout")
 

@@ -20,7 +20,7 @@ def check_tensor(
 ) -> None:
     """Check that x is a tensor of one of the dtypes (by default, of a floating-point one) on the device of q."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got a {type(x).__name__}, expected {expected}.")
+        raise TypeError(f"{name}: got {type(x).__name__}, expected {expected}.")
     if x.dtype not in dtypes and (dtypes or not x.is_floating_point()):
         raise TypeError(f"{name}: got {x.dtype}, expected {expected}.")
     if x.device != q.device:

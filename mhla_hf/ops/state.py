@@ -59,8 +59,8 @@ class RingState(RowState):
     block_size: int  # tokens per block, C
     position: Tensor  # int64 [B], number of tokens that each row has seen
     furthest: Tensor  # int64 [B], the largest `position` of each row when `crop` was called
-    k: Tensor  # [B, G, S, D], keys
-    v: Tensor  # [B, G, S, V], values
+    k: Tensor  # [B, G, at least S, D], keys
+    v: Tensor  # [B, G, at least S, V], values
     valid: Tensor  # bool [B, S], the slots that hold a real token
 
     @torch.no_grad()

@@ -169,7 +169,7 @@ def mix_closed_blocks(state: MHLAState, mixing: Tensor, rows: Tensor, blocks: Te
 
 
 def diagonal_weight(mixing: Tensor, blocks: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """Return m_ii for the blocks i in `blocks` [B, n], [B, H or 1, n, 1, 1]; arbitrary beyond the matrix."""
+    """Return m_ii [B, H or 1, n, 1, 1] for the blocks i in `blocks`, int64 [B, n]; arbitrary for those beyond the matrix."""
     diagonal = mixing.diagonal(dim1=-2, dim2=-1).to(sum_dtype)
     weight = diagonal[..., blocks.to(mixing.device).clamp(max=diagonal.shape[-1] - 1)]
     weight = weight[:, None] if mixing.dim() == 2 else weight.transpose(0, 1)

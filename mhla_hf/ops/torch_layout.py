@@ -224,7 +224,7 @@ def ring_slot(position: Tensor, num_slots: int, sinks: int = 0) -> Tensor:
 def resize_tokens(x: Tensor, count: int) -> Tensor:
     """Cut or pad x [B, T, ...] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
 
-    Under torch.compile, no padding would be a special case with its own graph, which a gather does not have.
+    Under torch.compile it gathers, because padding by 0 tokens would be a special case with a graph of its own.
     """
     if torch.compiler.is_compiling():
         return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))

@@ -20,7 +20,7 @@ def make_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a diffusion transformer for latents [B, C, (F,) h, w] at `times` [B] (0 to 1,000).
 
-    "condition" [B, D, (F,) h, w] becomes further channels of the latents, as in models of image to video.
+    "condition" [B, D, (F,) h, w] becomes further channels of the latents, as in image-to-video models.
     """
     arguments: dict[str, Any] = dict(conditions)
     if (condition := arguments.pop("condition", None)) is not None:

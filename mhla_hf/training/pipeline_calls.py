@@ -38,7 +38,10 @@ MILLISECONDS_PER_FRAME = 100
 
 @dataclasses.dataclass
 class PipelineArguments:
-    """A dataset whose rows are arguments of a pipeline, such as prompts and images. `identity` is JSON."""
+    """A dataset whose rows are arguments of a pipeline, such as prompts and images.
+
+    `identity`, a JSON value, changes with the data.
+    """
 
     rows: Any
     name: str
@@ -74,14 +77,15 @@ def open_samples(data: Any) -> Latents | PipelineArguments:
             - a folder of images with a `metadata.jsonl` or `.csv`, where "file_name" becomes the argument `image`, and
               "last_image_file_name" `last_image`;
             - a folder of safetensors files, each with `latents` [N, C, (F,) h, w], scaled as the model's input, and
-              `class_labels` [N], or `prompt_embeds` [N, L, D] and optionally `prompt_attention_mask` [N, L]. Models of
-              image to video also need `condition` [N, D, F, h, w], the further channels of their input, and with an image
-              encoder `image_embeds` [N, L, D]; VACE needs `control` [N, D, F, h, w];
+              `class_labels` [N], or `prompt_embeds` [N, L, D] and optionally `prompt_attention_mask` [N, L]. Image-to-video
+              models also need `condition` [N, channels, F, h, w], the further channels of their input, and with an image
+              encoder `image_embeds` [N, L, D]; VACE needs `control` [N, channels, F, h, w];
             - a dict of such tensors;
             - a `datasets.Dataset`, or the id of one on the Hub, "id" or "id:configuration" (split "train"), whose columns
               are such tensors, `latents` and texts `prompt`, or the pipeline's arguments.
 
-            N is the number of samples, L that of tokens, and D the width of an embedding.
+            N is the number of samples, L that of tokens, and D the width of an embedding; latents have C channels, F frames,
+            h rows, and w columns.
 
     Raises:
         ValueError, TypeError, ImportError: The data cannot be opened.

@@ -57,7 +57,10 @@ class Interrupt:
 
 @dataclasses.dataclass
 class Run:
-    """One training run of `distill`. In `progress`, which is saved, "sums" are over the "since" steps after the last log."""
+    """One training run of `distill`.
+
+    `progress` is saved with every state. Its "sums" add up what was logged in the "since" steps after the last log entry.
+    """
 
     accelerator: Any
     task: Task
@@ -254,7 +257,7 @@ class Run:
         processes, rank = accelerator.num_processes, accelerator.process_index
         count = stage.batch_size // processes
         tensors, weights = self.task.take(reader, stage, slice(rank * count, (rank + 1) * count))
-        weights = tuple(processes * weight for weight in weights)
+        weights = tuple(processes * weight for weight in weights)  # gradients are averaged over processes
         micro_batches = list(zip(*(tensor.chunk(stage.grad_accum) for tensor in tensors), strict=True))
         for micro_batch in micro_batches:
             # Without synchronization, FSDP would keep the gradients of earlier micro-batches unsharded.
@@ -375,7 +378,7 @@ class Run:
         return merge_records(earlier, record, unit) if earlier is not None else record
 
     def _describe_identity(self) -> dict[str, Any]:
-        """Return all that determines the trained weights, by what an error calls it if it differs (`IDENTITY_NAMES`)."""
+        """Return all that determines the trained weights, by name; `IDENTITY_NAMES` has what errors call some of it."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
         student = identify(self.student, is_student=True)
         if self.task.earlier_student is not None:

@@ -1,7 +1,7 @@
 """Select the parameters that a training stage trains, with their learning rates and dtypes, and check the models.
 
 MHLA layers are found by the names of their modules, so that models whose code came from the Hub can be trained, too. What
-was frozen before the run stays frozen, as the uniform mixing of plain linear attention, the baseline, must.
+was frozen before the run stays frozen, such as the uniform mixing of plain linear attention, which serves as a baseline.
 """
 
 from collections.abc import Mapping, Sequence

@@ -48,7 +48,7 @@ class MHLAServing:
         config = self._from_config_kwargs["config"]
         settings = MHLASettings.from_dict(self.config.mhla)
         num_kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
-        # All pages have one size, so that of layers in which some heads keep softmax is that of all layers.
+        # All pages have one size, so the heads of a page must divide the softmax and the MHLA heads of every layer.
         heads_per_page = gcd(num_kv_heads, *(len(heads) for heads in (settings.softmax_heads or {}).values()))
         tables = tuple(RotationTable(self.model_config.max_model_len) for _ in range(2))
         for index, (attention_name, fuser) in self.attention_fusers.items():

@@ -22,14 +22,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import mhla_hf
 from mhla_hf.cli.main import main
 from mhla_hf.conversion import head_choice, kl_to_teacher
-from mhla_hf.conversion.fit import OutputFit, highest_scores, score_heads
+from mhla_hf.conversion.fit import AskingRow, OutputFit, highest_scores, score_heads
 from mhla_hf.conversion.head_choice import HeadChoice
 from mhla_hf.conversion.language import Checkpoint
 from mhla_hf.conversion.sizes import sizes_of_conversion
 from mhla_hf.conversion.teacher import log_probabilities, mhla_layers, replaced_cores, softmax_instead
+from mhla_hf.models.language.causal_attention import ATTENTION_NAME
 from mhla_hf.nn.core import softmax_attention
 
 SMALL = {"block_size": 8, "window": 2, "progress": False}
+SETTINGS = mhla_hf.MHLASettings(mixing_form="decay", windowed=True, rope="near", block_size=8, window=2, salient=8)
 
 
 def urns(count, seed, length=96, reach=40):
@@ -123,25 +125,43 @@ def test_auto_takes_the_smallest_cache_that_keeps_enough(teacher, monkeypatch, c
     original, *points = told = model.config.mhla_measured["curve"]
     assert [(point["salient"], point["heads"]) for point in points] == [(n, k) for n in (2, 8) for k in (1, 2, 3)]
     assert [point["heads"] for point in points if point.get("chosen")] == [1] and model.config.mhla["salient"] == 2
+    assert model.config.mhla_measured["context"] == 96 and "settings" not in original
     chosen = next(point for point in strict["curve"] if point.get("chosen"))
     assert chosen["kl"] == min(point["kl"] for point in points) > original["kl"] == 0
     assert chosen["bytes"]["96"] > points[0]["bytes"]["96"] and original["bytes"]["96"] > chosen["bytes"]["96"]
     assert model.config.mhla_measured["cache_bytes"]["96"]["converted"] == points[0]["bytes"]["96"]
-    remade = mhla_hf.convert(copy.deepcopy(teacher), block_size=8, window=2, **points[0]["settings"])
+    remade = mhla_hf.convert(copy.deepcopy(teacher), **points[0]["settings"])
     ids = urns(1, seed=4)
     with torch.no_grad():
         assert torch.equal(remade(ids).logits, model(ids).logits)
     assert told == json.loads(json.dumps(told))
+    longer = converted(teacher, context=200, tolerance=100.0).config.mhla_measured
+    assert list(longer["cache_bytes"]) == ["96", "200"]
+
+
+def test_a_size_compares_numbers_of_salient_tokens(teacher, monkeypatch):
+    """Even if no head can keep softmax; what is reported is of the model that was made."""
+    monkeypatch.setattr(head_choice, "SLOTS", (7, 8))
+    state = sum(x.state_bytes for x in sizes_of_conversion(teacher, SETTINGS).values())
+    model = converted(teacher, keep=f"{(state + 400) / 1024}KiB", context=96)
+    _, few, many = model.config.mhla_measured["curve"]
+    chosen = min((few, many), key=lambda point: point["kl"])
+    assert (few["heads"], many["heads"]) == (0, 0) and chosen["chosen"]
+    assert model.config.mhla["salient"] == chosen["salient"] and model.config.mhla["softmax_heads"] is None
+    assert model.config._attn_implementation == ATTENTION_NAME and "kept" not in model.config.mhla_measured
+    told = mhla_hf.convert(copy.deepcopy(teacher), **chosen["settings"])
+    rows = urns(2, seed=3)
+    with torch.no_grad():
+        assert torch.equal(told(rows).logits, model(rows).logits)
 
 
 def test_a_curve_measures_the_models_that_its_settings_make(teacher):
     """KL and recall of one candidate, by another way than `ChangedCore`."""
-    row = head_choice.AskingRow(urns(1, seed=5), torch.arange(96) == 90)
+    row = AskingRow(urns(1, seed=5), torch.arange(96) == 90)
     model = mhla_hf.convert(copy.deepcopy(teacher), layers="all", salient=8, block_size=8, window=2)
-    points = [{"salient": 4, "heads": 3}]
-    scores = {index: [3.0, float(index), 0.5, 0.1] for index in range(3)}
-    original = head_choice.measure_candidates(model, row, scores, points, tqdm(disable=True))
     kept = {0: [0], 1: [0], 2: [0]}
+    points = [{"salient": 4, "heads": 3, "kept_heads": kept}]
+    original = head_choice.measure_candidates(model, row, points, tqdm(disable=True))
     made = mhla_hf.convert(copy.deepcopy(teacher), layers="all", salient=4, block_size=8, window=2, softmax_heads=kept)
     with torch.no_grad():
         log_p, expected = (x(row.ids).logits.log_softmax(-1)[0] for x in (made, teacher))
@@ -150,7 +170,7 @@ def test_a_curve_measures_the_models_that_its_settings_make(teacher):
     assert points[0]["kl"] == pytest.approx(float(kl), abs=1e-4) and kl > 1e-3
     for told, of_model in ((points[0], log_p), (original, expected)):
         assert told["answers"] == pytest.approx(float(of_model[89, row.ids[0, 90]].exp()), abs=1e-4)
-        copied = torch.arange(90 - 7, 90 - 1)
+        copied = torch.arange(82 - 6, 82)
         assert told["recall"] == pytest.approx(float(of_model[copied - 1, row.ids[0, copied]].mean()), abs=1e-4)
 
 
@@ -244,6 +264,10 @@ WRONG = [
     ({"context": "4096"}, "context: got '4096', expected a whole number of at least 1."),
     ({"windowed": False}, "text: got a text along with windowed=False"),
     ({"keep": 12}, "keep: got 12"),
+    (
+        {"tolerance": "0.1"},
+        "tolerance: got '0.1' with LlamaForCausalLM and keep=None, expected a number above 0",
+    ),
     (
         {"keep": 2, "tolerance": 0.1},
         "tolerance: got 0.1 with LlamaForCausalLM and keep=2, expected a number above 0 with a",

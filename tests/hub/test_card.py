@@ -88,17 +88,16 @@ SCORES = {"perplexity": 16.4, "recall": -0.24}
 MEASURED = {"text": "notes.txt", "tokens": 31744, "seed": 0, "original": SCORES, "fitted": {"kl": 0.0488, **SCORES}}
 MEASURED |= {"kept": {"kl": 0.0107, **SCORES}, "softmax_heads": {"7": [0, 2]}}
 MEASURED |= {"head_scores": {"0": [0.0, 0.1, 0.0], "7": [0.9, 0.2, 0.8]}}
-MEASURED |= {"cache_bytes": {"4096": {"softmax": 2**20, "converted": 2**19}}}
-POINT = {
-    "salient": 128,
-    "heads": 2,
-    "kl": 0.3,
-    "recall": -0.1,
-    "answers": 0.5,
-    "bytes": {"4096": 2**19},
-    "chosen": True,
-}
-MEASURED |= {"curve": [{"heads": 6, "kl": 0.0, "recall": 0.0, "answers": 0.75, "bytes": {"4096": 2**20}}, POINT]}
+SIZES = {
+    "16384": {"softmax": 2**22, "converted": 2**19},
+    "4096": {"softmax": 2**20, "converted": 2**19},
+}  # as JSON sorts
+MEASURED |= {"context": 4096, "cache_bytes": SIZES}
+CURVE = [
+    {"heads": 6, "kl": 0.0, "recall": 0.0, "answers": 0.75, "bytes": {"16384": 2**22, "4096": 2**20}},
+    {"heads": 2, "kl": 0.3, "recall": -0.1, "answers": 0.5, "bytes": {"16384": 2**19, "4096": 2**19}},
+]
+MEASURED["curve"] = [CURVE[0], CURVE[1] | {"salient": 128, "chosen": True}]
 
 
 def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path):
@@ -108,7 +107,7 @@ def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path):
     (mine / "results.json").write_text((mine / "results.json").read_text().replace("files:", "tensors:"))
     text = write_card(mine, name="toy", license="mit").read_text()
     lines = ["| with softmax heads | 0.0107 | 16.40 | -0.240 |", "| 7 | 0, 2 |", "| 4,096 | 1.0 | 0.5 |"]
-    lines += ["| 6 |  | 0.0000 | 1.000 | 0.750 | 1.0 |", "| \\*2 | 128 | 0.3000 | 0.905 | 0.500 | 0.5 |"]
+    lines += ["| 6 |  | 0.0000 | 1.000 | 0.750 | 1.0 | 4.0 |", "| \\*2 | 128 | 0.3000 | 0.905 | 0.500 | 0.5 | 0.5 |"]
     lines += [
         "![What other choices keep, by the size of the cache](curve.png)",
         "all between through 2 running summaries",

@@ -67,7 +67,7 @@ BROKEN = {
     "shard outside": (shard_outside, "got the shard '../../secret.safetensors', expected a file beside"),
     "no config": (drop("config.json"), 'got no config.json with "mhla" settings'),
     "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE: got a folder or a link to elsewhere,"),
-    "no card": (drop("README.md", "card.json"), "README.md: got no card, expected one, or license or base_model"),
+    "no card": (drop("README.md", "card.json"), "README.md: got no card, expected one; push writes it if license"),
     "no license": (put("README.md", "---\ntags: [a]\n---\n"), "got the license None, expected a license of the Hub"),
     "a wrong number": (put("README.md", CARD), "README.md: got other text than its files render to"),
     "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "README.md: got metadata"),

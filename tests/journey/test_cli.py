@@ -100,7 +100,7 @@ EARLY = {  # said before anything is imported
     "": "COMMAND",
     "convert llama new --layer all": "--layer",
     "convert nobody/nothing new": "model: got 'nobody/nothing', which is not a folder, expected a model on the Hub",
-    "convert llama full": "output: got 'full', which is not empty",
+    "convert llama full": "out: got 'full', which is not empty",
     "convert llama full/letter.txt/new": "full/letter.txt/new', which cannot be made in '",
     "convert llama new --text no.txt": "no.txt: No such file",
     "convert llama new --context 4k": "argument --context: got 4k, expected a whole number of at least 1; see",

@@ -84,7 +84,7 @@ def test_lora_is_trained_fused_and_saved_with_the_model(family, tmp_path):
         optimizer.step()
     adapted = run(model, family)
     assert distance(adapted, base) > 1e-3
-    with pytest.raises(ValueError, match=r"save_directory: got a model with .*base_layer.*, expected plain weights"):
+    with pytest.raises(ValueError, match=r"model: got one with the weight .*base_layer.*, expected plain weights"):
         model.save_pretrained(tmp_path)
     assert not any(tmp_path.iterdir())
     model.fuse_lora()

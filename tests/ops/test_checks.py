@@ -23,7 +23,7 @@ DOUBLE = torch.rand(2, 10, 4, 3, dtype=torch.float64)
 ONE = {"q": torch.rand(1, 10, 4, 3), "k": torch.rand(1, 10, 2, 3), "v": torch.rand(1, 10, 2, 5)}
 
 BAD = {
-    "q_not_a_tensor": ({"q": [1.0]}, "q: got a list, expected a floating-point tensor"),
+    "q_not_a_tensor": ({"q": [1.0]}, "q: got list, expected a floating-point tensor"),
     "k_meta": ({"k": torch.empty(2, 10, 2, 3, device="meta")}, "k: got a tensor on meta"),
     "k_heads": ({"k": torch.rand(2, 10, 3, 3), "v": torch.rand(2, 10, 3, 5)}, "k: got 3 heads"),
     "k_tokens": ({"k": torch.rand(2, 9, 2, 3), "v": torch.rand(2, 9, 2, 5)}, "key_blocks: got None with 10 queries"),

@@ -107,6 +107,7 @@ MODELS = {
     "llama-heads": lambda: converted_model(softmax_heads={0: [1], 2: [0]}, **WINDOW),  # GQA
     "smollm3-heads": lambda: converted_model("smollm3", heads=(4, 4), softmax_heads={0: [0, 2], 1: [1]}, **WINDOW),
     "llama-decay": lambda: converted_model(mixing_form="decay", layers="2/3", num_decays=3, feature_map="hedgehog"),
+    "llama-linear-heads": lambda: converted_model(mixing_form="decay", softmax_heads={1: [0]}),
     "llama-hybrid": lambda: converted_model(layers="2/3"),
     "qwen3-hybrid": lambda: converted_model("qwen3", layers=[0, 2]),
     "qwen2-gated": lambda: converted_model("qwen2", gate=True, output_norm=True, normalize=False, feature_map="relu"),

@@ -1,7 +1,8 @@
 """Transformers of diffusers that need no code of their own, such as `MHLAWanTransformer3DModel`; made on first use.
 
 The control blocks of VACE and Latte's attention between frames stay softmax. SkyReels-V2 takes whole videos only. In LTX-2
-and Kandinsky 6, the self-attention of the video stream becomes MHLA. Sana has linear attention already: uniform mixing.
+and Kandinsky 6, the self-attention of the video stream becomes MHLA. Sana's attention is linear already: MHLA with uniform
+mixing.
 """
 
 import functools

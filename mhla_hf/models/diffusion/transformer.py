@@ -154,7 +154,7 @@ class MHLATransformerMixin:
         adapted = next((name for name in self.state_dict() if ADAPTED.search(name)), None)
         if adapted is not None:
             expected = "plain weights; call fuse_lora() and unload_lora() first, and do not use modules_to_save"
-            raise ValueError(f"save_directory: got a model with {adapted}, expected {expected}.")
+            raise ValueError(f"model: got one with the weight {adapted!r}, expected {expected}.")
         if is_main_process:
             write_source(self.family.entry, save_directory, source_name(self.family.entry))
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
@@ -232,7 +232,7 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
 
 
 def make_forward(base: Any) -> Callable[..., Any]:
-    """Make the forward of `base` check the MHLA processors first, and then run with the grid of its latents."""
+    """Make the forward of an MHLA class: check the MHLA processors, then run that of `base` with the grid of its latents."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
     # Read once here: torch.compile cannot look it up in classes that it must not trace, such as LTX's.
     base_forward = base.forward

@@ -32,7 +32,10 @@ def mhla_encoder_attention(
 
 
 def encoder_softmax_is_exact(core: Any, num_tokens: int) -> bool:
-    """Return whether softmax is the attention: no token is far from another, and no process waits for gradients of zero."""
+    """Return whether plain softmax gives a core's output: no token is far from another, and none of its parameters learns.
+
+    While parameters learn, the core must run: in distributed training, every process needs gradients, even if all are zero.
+    """
     options = getattr(core, "options", None)  # only `TwoWayMHLA` has a window
     if options is None or torch.compiler.is_compiling():
         return False

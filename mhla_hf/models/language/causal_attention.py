@@ -157,8 +157,12 @@ class MHLAMixer(SoftmaxMixer):
 def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, options: Mapping[str, Any]) -> bool:
     """Return whether the base's own attention of T new tokens is the result, because nothing is far from any of them."""
     softmax, core = getattr(attention, "softmax_heads", None), attention.mhla
-    if not (isinstance(softmax, SoftmaxHeads) and hasattr(core, "options")) or torch.compiler.is_compiling():
-        return False  # vLLM's softmax is another, and what replaces a core while a conversion measures has no options
+    if not isinstance(softmax, SoftmaxHeads) or torch.compiler.is_compiling():  # vLLM's softmax is another
+        return False
+    if (
+        not hasattr(core, "options") or not core.settings.windowed
+    ):  # what replaces a core for a measurement has no options
+        return False
     implementation, cache = softmax.config._attn_implementation, options["cache"]
     if implementation in (None, ATTENTION_NAME):  # then no layer of the model has softmax
         return False

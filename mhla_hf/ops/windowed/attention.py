@@ -286,7 +286,11 @@ def window_mask(run: BlockRun, sink_valid: Tensor, begin: int, end: int) -> Tens
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Tensor, weight: Tensor, options: WindowedOptions) -> Tensor:
-    """Compute o [B * m, G, N, V] without a softmax, from the tokens of a query's block, with `weight` [H, R], and `far`."""
+    """Compute o [B * m, G, N, V] without a softmax: the causal sums within the block of a query, plus the far sums.
+
+    N is (H / G) * C. q is [B * m, G, N, K], k and v are [B * m, G, C, ...], and far is [B * m, G, N, V + 1]. The sum over r
+    of `weight` [H, R] weighs the query's own block.
+    """
     q, k, v = (x.to(far.dtype) for x in (q, k, with_ones(v)))
     size = options.block_size
     earlier = torch.ones(size, size, dtype=torch.bool, device=q.device).tril().repeat(q.shape[2] // size, 1)

@@ -127,13 +127,14 @@ def salient_attention(
     q: Tensor, k: Tensor, v: Tensor, options: WindowedOptions, *, starts: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend to window, sinks, and salient tokens; `salient.py` has the definition.
+    """Compute causal softmax attention to window, sinks, and salient tokens, as the docstring of this module defines them.
 
     Args:
-        q: [B, T, H, D], queries.
-        k, v: [B, T, G, ...], keys and values.
+        q: [B, T, H, D], rotated queries, in v's dtype.
+        k: [B, T, G, D], rotated keys, in v's dtype.
+        v: [B, T, G, V], values.
         options: The options, with `salient` at least 1.
-        starts, cu_seqlens: As in `mhla`; not both of `starts` and `cu_seqlens`.
+        starts, cu_seqlens: As in `mhla`; at most one of them.
 
     Returns:
         [B, T, H, V] in v's dtype.
@@ -186,7 +187,10 @@ def list_keys(
 def attend_to_lists(
     q: Tensor, is_voter: Tensor, keys: KeyLists, options: WindowedOptions, start: SalientStart | None = None
 ) -> tuple[Tensor, SalientTokens]:
-    """Compute the outputs [B, M * C, H, V] of queries q [B, M * C, H, D], of which `is_voter` bool [B, M * C] may vote."""
+    """Compute the outputs [B, M * C, H, V] of queries q [B, M * C, H, D], and choose the salient tokens of every block.
+
+    Queries where `is_voter`, bool [B, M * C], is False do not vote. `start` has the votes and ranks of a state.
+    """
     size, window, num_blocks, num_kv_heads = options.block_size, options.window, keys.block.shape[1], keys.k.shape[1]
     first = min(window - 1, num_blocks) if keys.is_full else 0  # before that, all tokens are in the window
     # From this block on, a run without padding has N salient tokens for every block, so one mask serves all.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..state import RingState
 from ..torch_layout import MoveTokens, TokenPlaces, resize_tokens, ring_slot, take_tokens, visible_slots
+from .fused_softmax import causal_softmax
 from .inputs import WindowedOptions
 from .salient import (
     KeyLists,
@@ -40,7 +41,7 @@ class SalientStep(NamedTuple):
     place: Tensor  # int64 [B], the place in its block of the new token, and of the token that is compared with the kept ones
     is_compared: Tensor  # bool [B, 1], whether there is such a token
     is_pending: Tensor  # bool [B, 1, C], which tokens that have left the window are neither kept nor dropped yet
-    oldest: Tensor  # int64 [B, 1, 1], the first position in the window; after a crop, tokens in slots may be later
+    oldest: Tensor  # int64 [B, 1, 1], the first position in the window; after a crop, salient tokens may be in it again
     near: Tensor  # bool [B, S], the slots of sinks and window
     voted_slot: Tensor  # int64 [B, C], the slots of the first block of the window
     is_vote: Tensor  # bool [B, 1, 1, C], for which of its tokens the new one votes
@@ -97,9 +98,7 @@ class SalientState(RingState):
 
     rank: Tensor  # int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot
     cast: Tensor  # int32 [B, G, C], the votes so far for the oldest block in the window of the last token
-    final: (
-        Tensor  # int32 [B, G, C], the votes for the block that left this window; -1 for tokens that cannot be salient
-    )
+    final: Tensor  # int32 [B, G, C], likewise for the block that has left it; -1 for tokens that cannot be salient
 
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
@@ -155,10 +154,14 @@ def continue_salient(
         plan = plan or plan_salient_step(state.position, state.furthest, state.valid, options, starts)
         return salient_step(q, k, v, state, options, plan)
     batch, num_tokens, size, window = *q.shape[:2], options.block_size, options.window
+    is_full = fresh and starts is None and not torch.compiler.is_compiling()
+    if is_full and num_tokens <= (window - 1) * size:  # no token has voted or left
+        with torch.no_grad():
+            state.fill(k, v, options.sinks)
+        return causal_softmax(q, k, v, options.scale)
     num_slots, before = state.valid.shape[1], state.position.clone()
     padding = torch.zeros_like(before) if starts is None else starts.to(q.device)
     is_key = torch.arange(num_tokens, device=q.device) >= padding[:, None]
-    is_full = fresh and starts is None and not torch.compiler.is_compiling()
     # The run begins with the block of the last token of the state.
     first_block = (before - 1).clamp(min=0) // size
     num_blocks = (num_tokens + size - 1) // size + (0 if fresh else 1)

@@ -40,7 +40,7 @@ class DiffusionObjective(Objective):
         self.get_batch = get_batch
 
     def forward(self, *tensors_and_weight: Any) -> LossAndLogs:
-        """Return the loss of a micro-batch and the values to log; the last argument is 1 / samples in the whole batch."""
+        """Return the loss of a micro-batch and the values to log; the last argument is the weight of a sample."""
         names, constants = self.get_batch()
         *tensors, sample_weight = tensors_and_weight
         batch: dict[str, Any] = dict(zip(names, tensors, strict=True))
@@ -326,7 +326,7 @@ class DiffusionTask(Task[DiffusionStage]):
 
 
 def _latent_channels(model: Any) -> int:
-    """Return the number of channels of noisy latents, without those that models of image to video add; 0 if unknown."""
+    """Return the number of channels of noisy latents, without those that image-to-video models add; 0 if unknown."""
     in_channels = model.config.get("in_channels") or 0
     return min(in_channels, model.config.get("out_channels") or in_channels)
 

@@ -29,8 +29,8 @@ class LanguageObjective(Objective):
     ) -> LossAndLogs:  # fmt: skip
         """Return the loss of a micro-batch of ids [B, L], and the values to log.
 
-        `labels` and their `weights` [B, L] are not shifted. `token_weight` is 1 / weights of all predicted tokens, and
-        `sequence_weight` 1 / sequences, of the whole batch.
+        `labels` and their `weights` [B, L] are not shifted. `token_weight` multiplies the loss of a token of weight 1, and
+        `sequence_weight` that of a sequence.
         """
         if self.stage.loss == "transfer":
 
