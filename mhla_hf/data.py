@@ -71,10 +71,21 @@ def max_positions(config: Any) -> float:
 def open_text(
     data: Any, tokenizer: Any = None, *, text_field: str = "text", vocab_size: int | None = None
 ) -> "TokenRing | TokenStream":
-    """Open token ids [N], a list of texts, or text files; or, as a stream, tables on disk, a Hub id, or a dataset.
+    """Open training text: tokens or texts in memory, text files, or a stream of the rows of tables.
 
-    A Hub id is "id" or "id:configuration". Tokens (a tensor, or rows with `input_ids` and perhaps `labels`) need no
-    tokenizer. They are checked if `vocab_size` is given.
+    Args:
+        data: Token ids, a tensor [N]; a list of texts; a text file, or a folder of them; or, read as a stream, a table or a
+            folder of tables, a dataset on the Hub ("id" or "id:configuration"), or a dataset of `datasets`. Rows of a
+            stream have a text, or `input_ids` and optionally `labels`.
+        tokenizer: Required by texts, not by token ids.
+        text_field: Column of a stream that holds the text.
+        vocab_size: Number of tokens that the model knows; None skips the check of token ids against it.
+
+    Returns:
+        The opened data, whose `reader` method returns a `Reader` of sequences.
+
+    Raises:
+        ValueError, TypeError, ImportError: The data cannot be opened.
     """
     if isinstance(data, torch.Tensor):
         return TokenRing(data, vocab_size, "a tensor of tokens")
@@ -115,7 +126,7 @@ class TokenRing:
         check_token_ids(self.tokens, vocab_size, name)
 
     def describe(self) -> dict[str, Any]:
-        """Identify the data, as JSON."""
+        """Return a JSON value that identifies the data, so that a run resumes only with the same data."""
         digest = hashlib.sha256(self.tokens.numpy()).hexdigest()[:32]
         return {"kind": "tokens", "tokens": len(self.tokens), "sha256": digest}
 
@@ -125,7 +136,7 @@ class TokenRing:
 
 
 class _RingReader(Reader):
-    """Reads the sequences of a ring, which in every epoch begin at another token and have another order."""
+    """Reads the sequences of a ring. Every epoch cuts the ring at a new place and shuffles the sequences anew."""
 
     def __init__(self, tokens: torch.Tensor, length: int, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
@@ -230,7 +241,7 @@ class _StreamReader(Reader):
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return all text files below a folder, or else all tables of its first format in `TABLE_ENDINGS`, sorted."""
+    """Return a file alone; of a folder, the text files below it, sorted, or, if there are none, tables of one format."""
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -249,7 +260,7 @@ def check_data_path(data: PathLike, argument: str = "data") -> Path:
 
 
 def read_text_file(file: Path, argument: str = "data") -> str:
-    """Return the content of a UTF-8 text file without NUL characters."""
+    """Return the content of a text file. Raise ValueError if it is not UTF-8 or contains a NUL character."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -261,7 +272,7 @@ def read_text_file(file: Path, argument: str = "data") -> str:
 
 
 def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -> Any:
-    """Load a split by "id" or "id:configuration" from the Hub, or by `builder`, arguments of `datasets.load_dataset`."""
+    """Load a split of the Hub dataset `name`, "id" or "id:configuration", or of `load_dataset(*builder)`, if given."""
     repository, _, configuration = name.partition(":")
     looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
     if not builder and (looks_local or repository.count("/") > 1):
@@ -301,7 +312,7 @@ def special_tokens(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Add the tokens that `special_tokens` returned before and after each row of `ids`, [B, T]."""
+    """Return `ids` [B, T] with `added_ids`, the result of `special_tokens`, before and after each row."""
     before, after = (added.expand(len(ids), -1) for added in added_ids)
     return torch.cat([before, ids, after], 1)
 

@@ -1,4 +1,4 @@
-"""Rows of text that hold facts and, at their end, ask for them: what a model can only look up in its context."""
+"""Insert facts into rows of training text, and ask for them at the end: a model must look them up in its context."""
 
 import random
 import re
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-# The first words of a vocabulary are those of `evaluation.recall`; the facts here have other words and sentences.
+# The lookups of `evaluation.recall` use the first words of a vocabulary. The facts here have other words and sentences.
 NUM_FREQUENT_WORDS = 400
 PAIR, NUMBER = ("\n* {}:", " {}\n"), ("\nThe number of the {} is", " {}.\n")
 NUM_FACT_WORDS, MIN_FACT_WORDS = 2000, 100
-TOKENS_PER_FACT = 100  # of a row; one fact of three is a number
-FACTLESS = 8  # this part of a row, before the questions, has no facts, so that they have left the window
+TOKENS_PER_FACT = 100  # a row of 1,000 tokens has ten facts; about one in three is a number
+FACTLESS = 8  # an eighth of a row, before the questions, has no facts, so that all have left the window by then
 ANSWER_WEIGHT = 10.0  # of an answer's tokens in the loss; all other tokens weigh 1
 
 
@@ -46,7 +46,7 @@ class FactRows:
         return ids, labels, weights
 
     def insert_facts(self, tokens: list[int], rng: random.Random) -> tuple[list[int], list[int]]:
-        """Return as many tokens, with facts at even distances and questions at the end, and the places of the answers."""
+        """Return as many tokens, with evenly spaced facts and, at the end, questions, and the positions of the answers."""
         num_facts = min(len(tokens) // TOKENS_PER_FACT, len(self.words) // 2)
         words, facts = rng.sample(self.words, 2 * num_facts), []
         for name, value in zip(words[:num_facts], words[num_facts:], strict=True):

@@ -31,7 +31,7 @@ from .nn.settings import SALIENT
 from .training.run_folder import RECORD
 
 MIB = 2**20
-KEEP = 1 / 6  # the share of KV heads for which a conversion is described
+KEEP = 1 / 6  # share of KV heads that keep softmax in the conversion that is described
 MAX_SCORES = 5  # number of scores that are printed
 # Kinds of model that mhla-hf evaluate supports -> the recipe to suggest.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
@@ -42,10 +42,11 @@ SHOWN_SETTINGS = (
 
 
 def describe_model(model: PathLike, context: int = 1024, revision: str | None = None) -> dict[str, Any]:
-    """Describe a saved MHLA model or pipeline, or a softmax language model and its conversion, as JSON.
+    """Describe a saved MHLA model or pipeline, or a softmax language model and its conversion, as a dict for JSON.
 
-    Of language models with a softmax original, it names the layers that stay softmax and why ("kept_layers"), and counts
-    the KV heads that do, and the bytes of a sequence's cache at `context` tokens.
+    For converted or convertible language models, "kept_layers" maps reasons to the layers that keep softmax,
+    "kv_heads" counts all heads and those that keep softmax, and "cache" has a sequence's bytes at `context` tokens with MHLA
+    and with softmax alone.
     """
     folder = Path(model)
     stored = read_json(folder / "config.json") or {}
@@ -94,7 +95,10 @@ def describe_model(model: PathLike, context: int = 1024, revision: str | None = 
 
 
 def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str, Any]:
-    """Compare a softmax language model with a converted one (None: what `mhla-hf convert` makes by default)."""
+    """Compare layers, KV heads, and cache of a softmax language model and a converted one, given their configurations.
+
+    If `converted` is None, describe what `mhla-hf convert --keep 1/6` would make.
+    """
     with torch.device("meta"):
         original, student = (
             AutoModelForCausalLM.from_config(copy.deepcopy(x)).eval() for x in (config, converted or config)

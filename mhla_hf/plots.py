@@ -46,12 +46,12 @@ def draw_heads(measured: Mapping[str, Any]) -> str:
 
 
 def sort_lengths(by_length: Mapping[str, Any]) -> list[str]:
-    """Sort numbers of tokens, which JSON has as strings, and saved configurations in the order of strings."""
+    """Return the keys, numbers of tokens as strings, sorted as numbers; saved configurations sort them as text."""
     return sorted(by_length, key=int)
 
 
 def tabulate_curve(measured: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table: what the original and each measured choice of heads keep, and their caches."""
+    """Return header and rows of a table of `measured["curve"]`: scores and cache sizes of the original and each choice."""
     lengths = sort_lengths(measured["cache_bytes"])
     rows = []
     for point in measured["curve"]:
@@ -67,7 +67,7 @@ def tabulate_curve(measured: Mapping[str, Any]) -> tuple[list[str], list[list[st
 
 
 def draw_curve(measured: Mapping[str, Any], path: PathLike) -> None:
-    """Draw what each measured choice of heads keeps by the size of its cache, a line for each number of salient tokens."""
+    """Plot the scores of choices of softmax heads by the size of the cache, with a line per number of salient tokens."""
     original, *points = measured["curve"]
     length = str(measured["context"])
     shown: dict[str, Callable[[Any], float]] = {"KL to the original, nats": lambda point: point["kl"]}

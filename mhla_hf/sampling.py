@@ -1,4 +1,4 @@
-"""`use_mhla_in_steps`: some steps of a diffusion pipeline with MHLA, and the others with the attention of the base."""
+"""`use_mhla_in_steps` runs some steps of a diffusion pipeline with MHLA, and the others with the base's attention."""
 
 import contextlib
 import copy
@@ -8,7 +8,7 @@ from typing import Any
 
 from .conversion.model_family import transformers_of
 
-# Methods of schedulers that pipelines call before the first step, for those that begin in the middle, and after each step.
+# Methods by which a pipeline tells its scheduler the timesteps, the first of them that it runs, and a step's prediction.
 COUNTED_METHODS = ("set_timesteps", "set_begin_index", "step")
 
 
@@ -26,7 +26,7 @@ class StepSwitch:
         return StepSwitch(copy.deepcopy(self.scheduler, memo), [], self.steps.start, self.steps.stop)
 
     def run(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the method `name` of the scheduler, and choose the attention of the next step."""
+        """Return the result of `method`, the scheduler's own method `name`, and choose the attention of the next step."""
         result = method(*args, **kwargs)
         self.index = self.index + 1 if name == "step" else getattr(self.scheduler, "begin_index", None) or 0
         steps = range(len(self.scheduler.timesteps))
@@ -40,7 +40,7 @@ class StepSwitch:
 def use_mhla_in_steps(pipeline: Any, start: int = 0, end: int | None = None) -> Iterator[None]:
     """Context manager in which MHLA runs in some steps of sampling, and the attention of the base in the others.
 
-    The base's attention uses the projections of the converted model. They are the teacher's unless training changed them.
+    The base's attention uses the projections of the converted model, which training may have changed.
     Steps are those of `pipeline.scheduler`, and both passes of classifier-free guidance belong to one step.
 
     Args:

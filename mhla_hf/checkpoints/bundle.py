@@ -45,7 +45,7 @@ _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha
 
 @functools.cache
 def build_bundle(entry: str) -> str:
-    """Return the source text of the bundle for an entry, one of `ENTRIES`; a function becomes its `__getattr__`."""
+    """Return the source text of the bundle for one of `ENTRIES`; an entry's function becomes the bundle's `__getattr__`."""
     if entry not in ENTRIES:
         raise ValueError(f"entry: got {entry!r}, expected one of {list(ENTRIES)}.")
     return fold(_PACKAGE, entry, ENTRIES[entry])
@@ -56,7 +56,7 @@ def make_source(entry: str) -> tuple[str, str]:
     text = build_bundle(entry)
     if ENTRIES[entry] != "diffusers":
         return FILE_NAME, text
-    # With a hash, because diffusers caches the source files of all repositories in one folder.
+    # The name has a hash, because diffusers caches the source files of all repositories in one folder.
     family = entry.split(".")[-1].removesuffix("_transformer")
     return f"modeling_mhla_{family}_{check_bundle(text)['sha256']}.py", text
 
@@ -79,7 +79,7 @@ def check_bundle(text: str) -> dict[str, str]:
 
 
 def fold(package: Path, entry: str, library: str) -> str:
-    """Build the bundle of a module, or of "module:function", of any package that follows the rules for bundled code."""
+    """Return the bundle of an entry, a module or "module:function" of any package, for "transformers" or "diffusers"."""
     init = (package / "__init__.py").read_text(encoding="utf-8")
     version = re.search(r'^__version__ = "(.+)"$', init, re.MULTILINE)
     assert version is not None
@@ -156,7 +156,7 @@ def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> N
 
 
 def _read_module(package: Path, name: str) -> _Module:
-    """Parse the module `name` of a package, or a function of it."""
+    """Parse a module of a package into statements; of "module:function", keep only what the function uses."""
     name, _, function = name.partition(":")
     path = package.joinpath(*name.split(".")).with_suffix(".py")
     text = path.read_text(encoding="utf-8")
@@ -199,7 +199,7 @@ def _find_names(source: str) -> tuple[set[str], set[str]]:
     """Return two sets: the module-level names that a statement binds, and the names that it uses in any of its scopes."""
     top = symtable.symtable(source, "", "exec")
     tables = [top]
-    for table in tables:  # which grows, until all nested scopes are in it
+    for table in tables:  # the list grows until it has all nested scopes
         tables += table.get_children()
     bound = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     symbols = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_global() or table is top]
@@ -220,11 +220,11 @@ def _add_import(name: str, module: _Module, node: ast.Import | ast.ImportFrom) -
 
 
 def _drop_unreachable(modules: Collection[_Module], roots: list[_Statement]) -> set[str]:
-    """Drop, in place, the statements that are not reachable from the roots; return the names that the others use."""
+    """Drop, in place, the statements that are not reachable from the roots; return the names that the kept ones use."""
     statements = [statement for module in modules for statement in module.statements]
     kept = list(roots)
     used: set[str] = set()
-    for statement in kept:  # which grows, until everything that is used is in it
+    for statement in kept:  # the list grows until it has all that is used
         used.update(statement.uses)
         kept += [item for item in statements if item.binds & statement.uses and item not in kept]
     for module in modules:

@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 
 @contextlib.contextmanager
 def wrap_errors(message: str) -> Iterator[None]:
-    """Turn any exception, such as libraries raise for untrusted files, into `ValueError("<message> (<reason>).")`."""
+    """Turn any exception into `ValueError("<message> (<reason>).")`: libraries raise many types for damaged files."""
     try:
         yield
     except Exception as error:
@@ -51,7 +51,7 @@ def renamed_errors(argument: str, name: str) -> Iterator[None]:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the first line of an error's message, and what continues it, or else the name of its class."""
+    """Return the first line of an error's message, with the lines that continue it; without a message, its class name."""
     if TORCH_SAVE_ERROR.search(str(error)):
         return "the disk is full, or a file exceeds its limit"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -204,7 +204,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return whether `folder` holds work of this `identity`, by its JSON file `record`; refuse any other content."""
+    """Return whether `folder` holds the JSON file `record` with this `identity`. Raise ValueError for any other content."""
     folder, start = Path(folder), f"{argument}: got {str(folder)!r}"
     present = json.loads(json.dumps(identity))
     if (stored := read_json(folder / record)) is not None:

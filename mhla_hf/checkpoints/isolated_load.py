@@ -22,9 +22,10 @@ ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 def load_isolated(
     folder: PathLike, kind: str, *, inputs: PathLike | None = None, dtype: str = "auto"
 ) -> dict[str, Any]:
-    """Load a saved model of a `kind` of `hub.facts.Facts` in such a process, and return a report of what was loaded.
+    """Load a saved model in a process without mhla_hf, and report its "class", its "missing" and "unexpected" weights.
 
-    A language model also runs on `inputs`, a safetensors file with `ids` [B, T] and the expected `logits`.
+    `kind` is one of `hub.facts.KINDS`. A language model also runs, and the report says whether its logits are
+    "finite" and equal ("logits_equal") to those in `inputs`, a safetensors file with `ids` [B, T] and `logits`.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     class_names = (read_json(Path(folder, "config.json")) or {}).get("architectures") or [""]
@@ -54,7 +55,7 @@ def load_isolated(
 
 
 def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str:
-    """Return the class of a model; raise ValueError unless its own source loads all weights, and gives finite logits."""
+    """Return a model's class; raise ValueError unless its own source loads all weights and gives finite logits, if any."""
     if kind == "pipeline" and (missing := missing_transformers_weights(Path(folder), {})):
         raise ValueError(f"{folder}: got a model that lacks the weight {missing[0]!r}, expected all weights.")
     report = load_isolated(folder, kind, dtype=dtype)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 @torch.no_grad()
 def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a model; if it is a causal language model, load its tokenizer, too, and run the model on the request's ids."""
+    """Load a model and report its weights; of a causal language model, also load the tokenizer and check the logits."""
     auto_class = getattr(transformers, request["auto_class"])
     options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
     model, loading_info = auto_class.from_pretrained(folder, **options)
@@ -37,7 +37,7 @@ def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 
 def load_diffusers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a diffusers model or pipeline, and compare the weights of its MHLA models, of which the last is returned."""
+    """Load a diffusers model or pipeline; return its last MHLA model, and a report of the weights of all of them."""
     import diffusers
 
     is_model = request["kind"] == "model"

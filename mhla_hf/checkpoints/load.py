@@ -1,6 +1,6 @@
 """Load models, tokenizers and pipelines from a folder or the Hub, and refuse damaged ones.
 
-Missing weights, of which transformers only warns, are an error. All errors are `ValueError`, one line with the model's name.
+Missing weights, of which transformers only warns, are an error. Errors of libraries become a `ValueError` of one line.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def has_tokenizer(name: PathLike) -> bool:
 
 
 def strip_code_references(component: Any) -> list[str]:
-    """Remove, in place, what refers to code from a tokenizer, image processor, or configuration; return the names."""
+    """Remove references to code from a tokenizer, image processor, or configuration, in place; return their names."""
     if isinstance(component, transformers.PreTrainedTokenizerBase):
         return ["auto_map"] if component.init_kwargs.pop("auto_map", None) else []
     if not isinstance(component, (transformers.PreTrainedConfig, transformers.GenerationConfig, ImageProcessingMixin)):
@@ -197,7 +197,7 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
 
 
 def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
-    """Return "language", "images", "encoders" (of text), or None for others and failed loads; refuse vision towers."""
+    """Return "language", "images", or "encoders" (of text); None for others, and if loading fails; refuse vision towers."""
     try:
         config = load_config(name, revision=revision)
     except Exception:  # loading the model will report the reason
@@ -224,7 +224,7 @@ def verified_files(
     progress bars.
     """
     if not isinstance(source, Path):
-        # The cached path of a file that every such model has contains the commit.
+        # Every such model has this file, and the path of its cached copy contains the commit.
         commit = Path(cached_file(source, index, revision=revision)).parent.name
         with no_code_prompts():
             yield {"revision": commit}
@@ -243,7 +243,7 @@ def check_no_missing_weights(name: PathLike, missing: Sequence[str]) -> None:
 
 
 def check_shards(index: PathLike) -> None:
-    """Raise ValueError if a sharded model's index names no files beside it; transformers would follow a path elsewhere."""
+    """Raise ValueError if a sharded model's index names anything but files beside it: transformers would follow any path."""
     shards = (read_json(index) or {}).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index}: got no weight_map, expected the index of a sharded model.")

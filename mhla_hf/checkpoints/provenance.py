@@ -64,7 +64,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def describe_run(command: str | None, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Describe the hardware, software and time of a measurement by a shell command, for its record."""
+    """Return hardware, versions, commit, shell command, and date of a measurement, for its record."""
     return {
         "hardware": describe_hardware(device),
         "versions": describe_versions(),

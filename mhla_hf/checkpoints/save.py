@@ -52,7 +52,7 @@ SENTENCE_SETTINGS = {
 
 
 def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Return what sentence-transformers adds to an encoder, path -> JSON or `Path` of weights; refuse unknown modules."""
+    """Return an encoder's files of sentence-transformers: path -> JSON, or `Path` of weights; refuse unknown modules."""
     from transformers.utils import cached_file
 
     find = functools.partial(cached_file, str(name), revision=revision, _raise_exceptions_for_missing_entries=False)
@@ -104,7 +104,7 @@ def is_model_file(name: str) -> bool:
 
 
 def list_saved_files(folder: PathLike) -> list[Path]:
-    """List the files in `folder` with names that mhla_hf and its libraries give those of a saved model or pipeline."""
+    """List the files in `folder` whose names mhla_hf and its libraries give to files of a saved model or pipeline."""
     folder = Path(folder)
     names = read_json(folder / PIPELINE_INDEX) or {}
     components = [folder / name for name in names if name.isidentifier() and (folder / name).is_dir()]
@@ -126,8 +126,8 @@ def list_saved_files(folder: PathLike) -> list[Path]:
 def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int = 0) -> Path:
     """Return `folder` as an absolute path after checking that a model of `num_bytes` can be saved there.
 
-    What a killed process was replacing is moved back first. With `overwrite`, the folder may hold a model saved by this
-    package, and nothing else.
+    A folder that a killed process was replacing is moved back first. With `overwrite`, the folder may hold a model saved by
+    this package, and nothing else.
     """
     path = Path(folder).expanduser().resolve()
     remove_abandoned(path.parent, f"{path.name}.tmp-")
@@ -167,7 +167,7 @@ def holds_saved_model(folder: Path) -> bool:
 def save_model(
     model: Any, folder: PathLike, processor: Any = None, overwrite: bool = False, files: Mapping[str, Any] | None = None
 ) -> Path:
-    """Save a model or pipeline, its tokenizer or image processor, and `files`; an old model stays until all is written."""
+    """Save a model or pipeline, its `processor`, and `files` (`write_files`); an old model stays until all is written."""
     from .load import no_progress_bars
 
     path = check_new_folder(folder, overwrite, count_bytes(model))

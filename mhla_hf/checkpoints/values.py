@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def checked_field(is_valid: Callable[[Any], bool], expected: str, default: Any = MISSING) -> Any:
-    """Declare a dataclass field whose value is None or satisfies `is_valid`, which errors call `expected`."""
+    """Declare a dataclass field whose value is None or satisfies `is_valid`; errors describe valid values by `expected`."""
     return dataclasses.field(default=default, metadata={"check": (is_valid, expected)})
 
 

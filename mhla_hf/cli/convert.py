@@ -40,7 +40,9 @@ def convert_options(add: values.AddArgument) -> None:
     add("--tolerance", type=float, help="KL to the original that --keep auto accepts, in nats (default: 0.02)")
     add("--layers", help='"all", "2/3" or indices such as 1,2,4 (default: all; without learning, of text models: 2/3)')
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="a setting of MHLASettings")
-    add("--effort", type=float, default=1.0, help="of learning: 0.5 halves the time and is less exact (default: 1)")
+    add(
+        "--effort", type=float, default=1.0, help="multiplies the rows to learn from, or to score heads by (default: 1)"
+    )
     add("--dtype", **values.DTYPE)
     add("--device", default="cpu", help="where the model learns, as torch names it (default: cpu)")
     add("--seed", type=values.parse_seed, default=0, help="random seed (default: 0)")

@@ -93,7 +93,9 @@ def push_options(add: values.AddArgument) -> None:
     add("--tag", action="append", default=[], dest="tags", help="tag for the commit; may be repeated")
     add("--revision", help="branch to commit to (default: main)")
     add("--message", help="first line of the commit")
-    add("--draft", action="store_true", help="allow a converted language model without recall scores")
+    add(
+        "--draft", action="store_true", help="allow a converted language model without scores for recall and generation"
+    )
     add("--delete-stale", action="store_true", help="delete files of an older model that the new one lacks")
     dry_run = "check everything, list the files to send and to delete, and send nothing"
     add("--dry-run", action="store_true", help=dry_run)

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """Build the parser. Most options have the name of the argument that they become, in errors, too (`flags`)."""
+    """Build the parser. Each command's `flags` maps names of arguments to its options, for error messages."""
     layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(prog="mhla-hf", description=DESCRIPTION, **layout)
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
@@ -114,7 +114,7 @@ def set_up_output(verbose: bool) -> None:
 
 
 def replace_unprintable() -> None:
-    """Have characters that the encoding lacks printed as question marks."""
+    """Make stdout and stderr print question marks for characters that their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

@@ -121,7 +121,7 @@ def run_distill(
 
 
 def convert_student(student: str, model: Any, config: Any, recipe: Any, from_settings: list[str], seed: int) -> bool:
-    """Convert a softmax model or pipeline as a recipe says, and return whether it was one."""
+    """Convert a softmax model or pipeline by the recipe's settings; return False if it is an MHLA model already."""
     import torch
 
     from ..conversion import convert
@@ -139,7 +139,7 @@ def convert_student(student: str, model: Any, config: Any, recipe: Any, from_set
 def load_pipelines(
     student: str, teacher: str | None, recipe: Any, dtype: str, settings: list[str], seed: int, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load a student and, if a stage needs it, a teacher, which shares all components but the transformers."""
+    """Load a student, converted if it is softmax, and a teacher or None; they share all components but the transformers."""
     from ..checkpoints.load import load_pipeline
 
     model = load_pipeline(student, dtype="auto", device="cpu", trust_remote_code=trust_remote_code)

@@ -14,7 +14,7 @@ from ..checkpoints.file_io import HUB_ID, PIPELINE_INDEX, resolve_model_name
 
 DATA_ENDINGS = (".txt", ".text", ".md", ".rst", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
 KEEP = re.compile(r"auto|\d+/0*[1-9]\d*|(\d+\.?\d*|\.\d+)(%|[KMG]iB)?")
-# Keyword arguments of options of several commands.
+# Options that several commands share, as keyword arguments of `add_argument`.
 DTYPE: dict[str, Any] = {"choices": ("auto", "float32", "bfloat16", "float16"), "default": "auto", "metavar": "DTYPE"}
 DTYPE["help"] = "auto (default), float32, bfloat16 or float16"
 JSON: dict[str, Any] = {"action": "store_true", "dest": "as_json", "help": "print the full record as JSON"}
@@ -64,7 +64,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a number, true, false or none. YAML would read "no", a value of mixed_precision, as false."""
+    """Parse a number, true, false or none; return other text. (YAML would read "no", a mixed_precision, as false.)"""
     constants = {"true": True, "false": False, "none": None}
     if text.lower() in constants:
         return constants[text.lower()]

@@ -42,10 +42,10 @@ def convert(
     """Turn a pretrained softmax model, or the transformers of a pipeline, into MHLA models in place.
 
     The base's weights keep their values and names; converted layers get new ones, `mhla.*`. With `text`, a causal language
-    model or text encoder is ready for use afterwards. A language model's KV heads whose whole past it needs most keep
-    softmax; the others keep a window and their most salient tokens or, with `salient=0` or a setting of the far part such as
-    `num_decays`, running sums, which are learned, as is MHLA in an encoder. Without `text`, models need training
-    (`mhla_hf.distill`), but for Sana, which was linear; `samples` bring them closer to their originals.
+    model or text encoder is ready for use afterwards. The KV heads of a language model that most need the whole past keep
+    softmax. The others keep a window and their most salient tokens; with `salient=0`, or a setting of the far part such as
+    `num_decays`, they keep running sums instead, which learn from the text, as encoders do. Without `text`, models need
+    training (`mhla_hf.distill`), except Sana, whose attention is linear; `samples` bring them closer to their originals.
 
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
@@ -70,7 +70,7 @@ def convert(
             Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
         effort: Multiplies the rows and steps of `text` or `samples`; with salient tokens, the rows that choose heads.
         seed: Decides which passages of `text` are read, and what the model samples.
-        checkpoint: File for the progress of a conversion with text, from which the same call resumes.
+        checkpoint: File for the progress of a conversion that learns from text, from which the same call resumes.
         progress: Whether to show progress bars on stderr and, with `text`, to print the scores and sizes of the cache.
         **overrides: Single fields of `MHLASettings`, which take precedence over `settings`.
 

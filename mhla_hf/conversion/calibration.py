@@ -153,7 +153,7 @@ def convert_with_samples(
 def count_kept_layers(family: Family, num_layers: int, keep: float | int | str | None, is_default: bool) -> int:
     """Compute how many of the layers that are converted get softmax back.
 
-    Without `keep`, these are as many as without samples if the layers are the default ones, else none.
+    Without `keep`, it is the family's number if `is_default`: the caller gave neither settings nor layers; otherwise 0.
     """
     if keep is None:
         default = MHLASettings(**family.defaults)
@@ -166,7 +166,7 @@ def count_kept_layers(family: Family, num_layers: int, keep: float | int | str |
 
 
 def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int]) -> None:
-    """Turn MHLA layers into softmax layers again, and record the remaining ones in the configuration, in place."""
+    """Turn the `chosen` MHLA layers into softmax layers again, and record the others in the configuration, in place."""
     attentions = find_self_attentions(model) if is_of_diffusers(model) else find_grid_attentions(model)
     for index in chosen:
         if is_of_diffusers(model):
@@ -181,7 +181,6 @@ def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int]) -
 
 
 def update_config(model: Any, **values: Any) -> None:
-    """Set values in the configuration of a model of diffusers or transformers."""
     if is_of_diffusers(model):
         model.register_to_config(**values)
     else:
@@ -193,7 +192,7 @@ def learn_from_calls(
 ) -> dict[str, Any]:
     """Fit the MHLA layers of a model that was just converted, choose the layers that keep softmax, and return the report.
 
-    Those `num_kept` layers keep it whose conversion alone changes the output most. Errors in the report are squared errors
+    The `num_kept` layers whose conversion alone changes the output most keep it. Errors in the report are squared errors
     relative to the squared norm, on held-out calls: of the model's output, and of each layer's own output, before and after
     the fit; and of the model's output if only this layer is converted ("alone").
     """

@@ -52,7 +52,7 @@ REFUSED_TRANSFORMERS = {  # reason -> transformers of diffusers that do not conv
 
 
 def convert_checked(model: Any, checked: list[tuple[Any, Family, MHLASettings]]) -> None:
-    """Convert in place: a single transformer, or those of a pipeline."""
+    """Convert a transformer, or those of a pipeline, in place; `checked` is what `check_conversion` returned for it."""
     if not hasattr(model, "components"):
         logger.warning("convert: a pipeline that holds this transformer needs `pipe.transformer = model` to save it.")
     for transformer, family, settings in checked:
@@ -72,7 +72,7 @@ def convert_checked(model: Any, checked: list[tuple[Any, Family, MHLASettings]])
 def check_conversion(
     model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> list[tuple[Any, Family, MHLASettings]]:
-    """Return the softmax transformers, their families, and their settings, with `layers` as a list of indices.
+    """Return (softmax transformer, family, settings) for each transformer of a model; `layers` is a list of indices.
 
     Raise TypeError or ValueError if one cannot be converted with these settings.
     """

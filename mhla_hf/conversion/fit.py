@@ -20,9 +20,9 @@ from .teacher import ChangedCore, log_probabilities, mhla_layers, replaced_cores
 
 FIT_LR, UPDATES = 3e-2, 2  # learning rate of the first step, and updates by Adam per step
 START_TOKENS = 1024  # per row, at most, from which the far part is initialized
-NEGLIGIBLE = 1e-3  # up to this sum of the weights of all far tokens, over all queries, a balance is not changed
-# Positions per row at which predictions are compared, or give the loss by which heads are scored: logits of a large
-# vocabulary cost more than the layers.
+NEGLIGIBLE = 1e-3  # a balance stays as it is if the far weights of all queries sum to at most this
+# Positions per row at which predictions are compared, and whose loss scores heads. These are not all, because logits of a
+# large vocabulary cost more than the layers.
 KL_POSITIONS, SCORED_POSITIONS = 128, 1024
 
 
@@ -41,11 +41,11 @@ class Rows:
     scored: list[torch.Tensor]
     held_out: list[torch.Tensor]
     name: str
-    asking: Any = None  # `AskingRow` of a language model, to measure numbers of softmax heads by
+    asking: Any = None  # `AskingRow` of a language model, on which choices of softmax heads are compared
 
 
 def row_length(source: Any, longest: int, shortest: int) -> int:
-    """Return the number of tokens per row: `longest`, or a sixth of a text in memory if that is less."""
+    """Return the tokens per row: `longest`, or a sixth of a text in memory if that is less; refuse less than `shortest`."""
     if not isinstance(source, TokenRing):
         return longest
     if (num_tokens := len(source.tokens)) < 6 * shortest:
@@ -73,7 +73,6 @@ class OutputFit:
         self.optimizers = {core: torch.optim.Adam(x, lr=FIT_LR) for core, x in self.parameters.items()}
 
     def fitted_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """Return the parameters to fit of each MHLA core."""
         parts = {x.mhla: (x.mhla.q_map, x.mhla.k_map, x.mhla.mixing) for x in mhla_layers(self.model).values()}
         return {core: [x for part in parts[core] for x in part.parameters() if x.requires_grad] for core in parts}
 
@@ -96,7 +95,7 @@ class OutputFit:
     def attend(
         self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Compute the output of a core, in the shape of `o` of `learn`."""
+        """Compute the output of a core, [B, T, H, V]; see `learn` for the arguments."""
         return core(q, k, v, **options)
 
     def finish(self) -> None:
@@ -162,8 +161,8 @@ def set_balance(
 ) -> None:
     """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
 
-    For a head and a row, `weights` returns the scores of the softmax [Q, S], the log of the sum of e^score over all keys
-    [Q, 1], and the weights of MHLA on the scale of e^score [Q, S].
+    For a head and a row of a batch, `weights` returns the scores [Q, S] of Q queries and S keys, the log of the sum of
+    e^score over all keys [Q, 1], and the weights of MHLA on the scale of e^score [Q, S]. `is_far` is bool [Q, S].
     """
     for head in range(len(core.mixing.balance)):
         masses: Any = 0.0  # [2], the weight of all far tokens in the softmax and in MHLA
@@ -178,7 +177,7 @@ def set_balance(
 def balance_masses(
     core: Any, q: torch.Tensor, k: torch.Tensor, q_features: torch.Tensor, k_features: torch.Tensor, scale: float | None
 ) -> None:
-    """Initialize the balance of a windowed core by one sequence, whose weights `set_balance` needs."""
+    """Initialize the balance of a core for sequences (`set_balance`) from rotated q and k and far features, [B, T, ...]."""
     options = core.options
     token = torch.arange(q.shape[1], device=q.device)
     block = token // options.block_size
@@ -200,7 +199,7 @@ def balance_masses(
 
 
 def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Repeat the start of each row, as far as positions allow: a model with recall of the first copy predicts the second."""
+    """Return rows that repeat the start of each row, as long as positions allow: recall predicts the second copy."""
     config: Any = model.config
     max_tokens = getattr(config, "max_position_embeddings", 2 * ids.shape[1]) // 2
     return torch.cat(2 * [ids[:, :max_tokens]], 1)
@@ -221,16 +220,16 @@ def compared_positions(length: int, count: int = KL_POSITIONS, first: int = 0) -
 
 
 def score_heads(model: Any, rows: Sequence[torch.Tensor], bar: tqdm) -> dict[int, list[float]]:
-    """Estimate the KL to the original that MHLA in each KV head of every MHLA layer adds, alone, in nats per token.
+    """Estimate the KL to the original, in nats per token, if one KV head alone is MHLA: {layer: [score of each KV head]}.
 
-    To second order, KL is half the square of what changes, weighted by the Fisher information. Of that, this is the part of
-    each token by itself: half the squares of the loss's gradient by the head's output times the difference between MHLA's
-    and softmax's output, where the row's own tokens stand for tokens that the original draws.
+    To second order, KL is half the square of the change, weighted by the Fisher information. A score keeps the terms of
+    single tokens, <g, d>^2 / 2, where g is the gradient of the loss by the head's output, and d is MHLA's output minus
+    softmax's. The row's own tokens stand for tokens that the original draws.
 
     Args:
         model: A converted language model in eval mode.
         rows: Rows of token ids, int64 [1, T] each, whose own tokens give the loss.
-        bar: Is moved on by 2 for each row and MHLA layer.
+        bar: Progress bar, which moves by 2 for each row and MHLA layer.
     """
     trainable = [x for x in model.parameters() if x.requires_grad]
     for x in trainable:  # only the changes need gradients here
@@ -255,7 +254,7 @@ def score_heads(model: Any, rows: Sequence[torch.Tensor], bar: tqdm) -> dict[int
 
 
 def highest_scores(scores: dict[int, list[float]], count: int) -> dict[int, list[int]]:
-    """Return the `count` KV heads with the highest scores, sorted; of equal ones, earlier layers and heads come first."""
+    """Return the `count` KV heads with the highest scores, {layer: [head, ...]}; of equal ones, the earlier come first."""
     heads = [(layer, head) for layer, values in scores.items() for head in range(len(values))]
     by_score = sorted(heads, key=lambda head: -scores[head[0]][head[1]])
     kept_heads: dict[int, list[int]] = {}

@@ -130,7 +130,7 @@ def move(value: Any, device: Any, copy: bool = False) -> Any:
 
 @torch.no_grad()
 def run_call(model: Any, call: Call) -> torch.Tensor:
-    """Run a model with recorded arguments, and return its first output, without that for images to edit."""
+    """Run a model with recorded arguments, and return its first output, without the part for images to edit."""
     args, kwargs = move(tuple(call), model.device)
     output = model(*args, **kwargs)[0]
     return keep_new_images(model, output, args, kwargs) if is_of_diffusers(model) else output
@@ -152,7 +152,7 @@ def output_error(model: Any, calls: Sequence[Call], expected: Sequence[torch.Ten
 
 
 def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
-    """Compute the same error of each MHLA layer's output, by layer index, on the inputs of its softmax original."""
+    """Compute the error of each MHLA layer's output, as `output_error` does, on its softmax original's inputs, by index."""
     layers = grid_layers(model)
     sums = {holder.mhla: torch.zeros(2, device=model.device) for holder in layers.values()}
 

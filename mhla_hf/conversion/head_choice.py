@@ -1,7 +1,7 @@
 """Which KV heads of a language model keep softmax, and how many salient tokens the others keep.
 
-Heads are ordered by `score_heads`. How many of them stay, and how many salient tokens the others need, is measured: each
-candidate is one forward pass over a row that no score has seen, which repeats itself and asks for facts at its end.
+Heads are ordered by `score_heads`. How many of them stay, and how many salient tokens the others need, is measured by one
+forward pass per candidate. Its row, which no score has seen, repeats its start and asks for facts at its end.
 """
 
 import logging
@@ -25,7 +25,7 @@ from .transformers_models import restore_softmax
 
 logger = logging.getLogger("mhla_hf")
 SLOTS = (128, 512)  # numbers of salient tokens that a search compares
-PARTS = (15, 10, 6, 4)  # with keep="auto": one KV head of so many keeps softmax
+PARTS = (15, 10, 6, 4)  # with keep="auto", one of 15, 10, 6, or 4 KV heads keeps softmax
 TOLERANCE = 0.02  # nats per token of KL, with keep="auto"
 MAX_LOSS = 0.05  # of the probability of a copied token, and of an answer, with keep="auto"
 CURVE_POSITIONS = 256
@@ -36,7 +36,7 @@ Point = dict[str, Any]  # a candidate, "salient" and "heads", its "kept_heads", 
 
 
 class HeadChoice:
-    """Lists the candidates that `keep` allows, and lets a converted model be the best of them; see `convert`.
+    """Lists the candidates that `keep` allows, and finds the best of them for a converted model; see `convert`.
 
     With `compares_slots`, candidates have different numbers of salient tokens, unless `keep` is a number of heads.
     """
@@ -99,7 +99,7 @@ class HeadChoice:
     def describe(self, point: Point) -> Point:
         """Return what the report says of a point, with the settings by which `convert` makes it from the original.
 
-        There are none for a far part, which learns.
+        Without salient tokens there are no such settings, because the running sums learn.
         """
         described = {name: value for name, value in point.items() if name != "kept_heads"}
         if not point["salient"]:
@@ -123,7 +123,7 @@ class HeadChoice:
         }
 
     def choose(self, original: Point, points: Sequence[Point]) -> Point:
-        """Return the point with the smallest cache of those that keep enough, or else the smallest KL."""
+        """Return the point with the smallest KL or, for "auto", the smallest cache among those that keep enough, if any."""
         closest = min(points, key=lambda point: point["kl"])
         if not self.is_auto:
             return closest
@@ -141,7 +141,7 @@ class HeadChoice:
 
 @torch.no_grad()
 def measure_candidates(model: Any, row: AskingRow, points: Sequence[Point], bar: tqdm) -> Point:
-    """Measure each point, with its "kept_heads" and "salient", in place, and return the same of the softmax original.
+    """Add scores to each point, which has "kept_heads" and "salient", in place; return those of the softmax original.
 
     "kl" is the KL to the original in nats per token, "recall" the mean log-probability of copied tokens, and "answers", if
     the row has any, the mean probability of an answer.
@@ -181,7 +181,7 @@ def measure_candidates(model: Any, row: AskingRow, points: Sequence[Point], bar:
 
 
 def name_layers(kept_heads: dict[int, list[int]]) -> dict[str, list[int]]:
-    """Return the same heads with layers as JSON has them."""
+    """Return the same heads with layer indices as strings, as JSON needs them."""
     return {str(layer): heads for layer, heads in kept_heads.items()}
 
 
@@ -201,8 +201,7 @@ def parse_size(keep: float | int | str) -> int | None:
 
 
 def heads_within(max_bytes: int, sizes: dict[int, LayerSizes], context: int) -> list[int]:
-    """Return how many KV heads can keep softmax within a size of the cache at `context` tokens, or nothing if MHLA alone is
-    larger."""
+    """List how many KV heads can keep softmax in `max_bytes` at `context` tokens: one number; none if MHLA is larger."""
     num_heads, token_bytes, state_bytes = (sum(column) for column in zip(*sizes.values(), strict=True))
     bytes_per_head = (token_bytes * context - state_bytes) / num_heads  # that keeping softmax adds
     if max_bytes < state_bytes or bytes_per_head <= 0:

@@ -1,4 +1,4 @@
-"""convert() with text: some KV heads of a language model keep softmax, and MHLA heads that can learn do from the original.
+"""convert() with text: some KV heads of a language model keep softmax, and MHLA with parameters learns from the original.
 
 The batches that an encoder reads, and the scores it gets, are in `encoder.py`.
 """
@@ -33,7 +33,7 @@ from .transformers_models import checked_settings, convert_in_place, convertible
 logger = logging.getLogger("mhla_hf")
 # Numbers of rows, of ROW_TOKENS tokens each: to fit outputs, and to measure on.
 ROW_TOKENS, FIT_ROWS, HELD_OUT_ROWS = 1024, 28, 2
-# The row by which heads are scored is longer, and this many of FIT_ROWS: far recall needs them, but they take time.
+# Rows that score heads, and `LONG_ROWS` of those to fit, are longer: far recall needs long rows, but they take time.
 LONG_TOKENS, LONG_ROWS = 4096, 5
 MEASURED_POSITIONS = 256  # per held-out row, at most
 SAVE_EVERY = 30.0  # seconds
@@ -60,7 +60,7 @@ def convert_with_text(
     if settings is None and is_text_encoder:
         overrides = {"feature_map": "exp", **overrides}
     elif settings is None:
-        # Without salient tokens, heads learn from the text, which shows where unbounded features start.
+        # Without salient tokens, heads learn from the text, by which `center_maps` starts the unbounded features of `exp`.
         overrides = {"feature_map": "exp", "salient": choose_salient_slots(overrides), **overrides}
     mhla_settings = checked_settings(model, family, settings, layers, overrides)
     if not mhla_settings.windowed or mhla_settings.softmax_heads:
@@ -129,9 +129,9 @@ def read_rows(
 ) -> Rows:  # fmt: skip
     """Read the rows of text that a language model is converted with, int64 [1, T] each.
 
-    `effort` scales the number of rows to fit, of which there are none unless the model `learns`, and of those by which heads
-    are scored. Rows have `ROW_TOKENS` tokens, except that those that ask and `LONG_ROWS` of those to fit have `LONG_TOKENS`.
-    They are shorter if the model has fewer positions or the text fewer tokens, but not shorter than `shortest`.
+    `effort` scales the number of rows to fit (none unless the model `learns`) and of rows by which heads are scored. Rows
+    that ask, and `LONG_ROWS` of those to fit, have `LONG_TOKENS` tokens, all others `ROW_TOKENS`. They are shorter if the
+    model has fewer positions or the text fewer tokens, but not shorter than `shortest`.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     short_length, long_length = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
@@ -221,7 +221,7 @@ class Checkpoint:
                 raise ValueError(f"{got}, expected a new file.")
 
     def identify(self, *parts: Any) -> None:
-        """Raise ValueError if the file belongs to a conversion with other `parts`, all that its numbers depend on."""
+        """Raise ValueError if the file is of a conversion with other `parts`, which are all that its results depend on."""
         identity = hash_json(parts)
         if self.content.setdefault("identity", identity) != identity:
             expected = "a new file; delete it to start anew"

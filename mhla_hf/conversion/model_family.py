@@ -20,7 +20,6 @@ TRANSFORMERS = ("transformer", "transformer_2")  # of a pipeline; of Wan 2.2 for
 
 
 def transformers_of(pipeline: Any) -> list[Any]:
-    """Return the transformers of a pipeline of diffusers, in order."""
     components = [getattr(pipeline, name, None) for name in TRANSFORMERS]
     return [component for component in components if component is not None]
 
@@ -40,7 +39,7 @@ def is_of_diffusers(model: Any) -> bool:
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of a softmax or MHLA model, also if its classes come from a checkpoint's own source, or None."""
+    """Return the family of a softmax or MHLA model, even if its class is from a checkpoint's source; None without one."""
     if is_of_diffusers(model):
         return next((family for cls in type(model).__mro__ if (family := transformer_family(cls)) is not None), None)
     config = getattr(model, "config", None)

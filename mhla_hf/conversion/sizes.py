@@ -46,7 +46,7 @@ class CountingCore(nn.Module):
 
 def run_one_token(model: Any, **arguments: Any) -> Any:
     """Run the body of a model on the meta device over one token, and return its cache."""
-    model.set_experts_implementation("batched_mm")  # others read values, which are missing here
+    model.set_experts_implementation("batched_mm")  # other implementations read values, which are missing here
     ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # with 4 axes, it is not searched for padding
     with torch.device("meta"), torch.no_grad():

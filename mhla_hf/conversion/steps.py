@@ -20,7 +20,7 @@ def converting(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Context manager in which models are in eval mode, and which undoes their conversion after an exception or Ctrl-C.
 
     It restores the classes, attributes, children, and hooks of all modules, but no values of tensors: those of the base do
-    not change. After a conversion, each module is in train or eval mode as before, and a new one as its parent.
+    not change. After a conversion, each module is in train or eval mode as before, and a new one in its parent's mode.
     """
     modules = [module for model in models for module in model.modules()]  # parents come before their children
     modes = [module.training for module in modules]
@@ -49,10 +49,10 @@ def converting(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 def choose_settings(
     settings: MHLASettings | None, defaults: MHLASettings, layers: str | Sequence[int] | None, overrides: dict[str, Any]
 ) -> MHLASettings:
-    """Resolve the settings of a conversion: `overrides` and `layers`, unless None, replace fields of the others.
+    """Return `settings`, or else `defaults`, with fields replaced by `overrides` and, unless it is None, by `layers`.
 
-    Unless an override sets them, mixing without decays turns off `windowed`, and without a window, the options that need
-    one are off.
+    An override to mixing without decays turns off `windowed` and `free_decay` and selects the "hedgehog" feature map;
+    without a window, the options that need one are off. Overrides of these fields take precedence.
     """
     settings = defaults if settings is None else settings
     if not isinstance(settings, MHLASettings):
@@ -86,7 +86,7 @@ def is_number(text: str) -> bool:
 
 
 def parse_share(keep: float | int | str, total: int) -> int | None:
-    """Convert a part of `total` to a number, maybe larger than `total`: a share up to 1.0, a number, or a percentage.
+    """Convert a share up to 1.0, a percentage, or a number to a number out of `total`; a result may be above `total`.
 
     Return None if `keep` is none of these.
     """

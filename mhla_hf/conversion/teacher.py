@@ -41,10 +41,10 @@ class SoftmaxCore(nn.Module):
 
 
 class ChangedCore(nn.Module):
-    """Computes softmax attention in place of an MHLA core, plus `change` [T, G] times what MHLA would change; it is zero.
+    """Computes softmax attention in place of an MHLA core, plus `change` [T, G] times what MHLA would change.
 
-    So the gradient of `change` is the effect of MHLA, to first order, on each token and KV head. `notify` is called after
-    each forward pass.
+    `change` is 0 at first, so its gradient is the effect on the loss, to first order, of MHLA in each token and KV head.
+    Where it is 1, a head is MHLA. `notify` is called after each forward pass.
     """
 
     def __init__(self, core: Any, num_tokens: int, notify: Callable[[], object]) -> None:
@@ -55,7 +55,6 @@ class ChangedCore(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
     ) -> torch.Tensor:
-        """Attend to rows without padding."""
         o = softmax_attention(q, k, v, scale, self.core.causal)
         with torch.no_grad():
             difference = self.core(q, k, v, scale=scale, **options) - o
@@ -65,7 +64,6 @@ class ChangedCore(nn.Module):
 
 
 def is_encoder(model: Any) -> bool:
-    """Return whether a model is a text encoder of transformers."""
     return family_of(model) in ENCODERS
 
 
@@ -112,7 +110,7 @@ def softmax_instead(model: Any, observe: Callable[..., None] | None = None) -> A
 def log_probabilities(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
     """Compute a language model's log-probabilities of the next token, fp32 [B, N or T, vocabulary], for ids without padding.
 
-    The model is in eval mode. If it takes `logits_to_keep`, it computes no logits but for the N `positions` (None: all).
+    They are those at N `positions` (None: all T); a model with `logits_to_keep` computes no others. It is in eval mode.
     """
     if model.training:
         raise ValueError("model: got one in training mode, expected model.eval().")
@@ -141,6 +139,9 @@ def kl_to_teacher(model: Any, batches: Sequence[torch.Tensor]) -> float:
     Args:
         model: A converted causal language model in eval mode.
         batches: Batches of token ids, int64 [B, T] each, without padding; the result is the mean over them.
+
+    Raises:
+        TypeError, ValueError: The model has no MHLA layers, or is in training mode.
     """
     total = 0.0
     for ids in batches:

@@ -132,7 +132,7 @@ class Moments(NamedTuple):
 
 
 def frechet_distance(sample: Moments, reference: Moments) -> float:
-    """Return |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), the Fréchet distance of two normal distributions."""
+    """Return |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), the Fréchet distance for means m and covariances C."""
     sample_cov, reference_cov = sample.covariance.double(), reference.covariance.double()
     values, vectors = torch.linalg.eigh(sample_cov)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
@@ -160,10 +160,11 @@ def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tu
 def precision_recall(
     sample: torch.Tensor, reference: torch.Tensor, neighbors: int = 3, chunk: int = 2048
 ) -> tuple[float, float]:
-    """Return precision and recall (arXiv 1904.06991) of features [N, D] against references [R, D], `chunk` rows at once.
+    """Return precision and recall (arXiv 1904.06991) of `sample` features [N, D] against those of a `reference` [R, D].
 
-    Precision is the fraction of samples that are as near to some reference as its k-th nearest neighbor among the
-    references, and recall the same of references to samples.
+    A reference covers a point that is no farther from it than its `neighbors`-th nearest other reference. Precision is the
+    fraction of samples that are covered; for recall, samples and references change places. `chunk` points are compared
+    at once.
     """
     if min(len(sample), len(reference)) <= neighbors:
         got = f"{len(sample)} samples, {len(reference)} references"
@@ -181,7 +182,7 @@ def precision_recall(
 def clip_scores(
     paths: Sequence[Path], prompts: Sequence[str], clip: str | Path, device: torch.device | str, batch_size: int
 ) -> torch.Tensor:
-    """Return 100 max(cos, 0) of each image and its prompt, cut to the model's context, fp64 [N]."""
+    """Return 100 max(cosine, 0) of the embeddings of N images and their prompts, fp64 [N]. Long prompts are truncated."""
     with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():
         model = CLIPModel.from_pretrained(clip).to(device).eval()
         processor = CLIPProcessor.from_pretrained(clip)

@@ -56,7 +56,7 @@ class ImageProtocol:
         clip: Folder or id of a CLIP model.
         neighbors: Number of nearest neighbors for precision and recall.
         splits: Number of splits for IS.
-        samples: Folder to create, with a subfolder per model.
+        samples: Folder for the generated images, with a subfolder per model.
     """
 
     name: str = "images"
@@ -125,9 +125,9 @@ class _Judge(PipelineJudge):
         return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
-        """Return features of images (paths or an array) by name, [N, ...] each; None unless in the main process.
+        """Return {name: features [N, ...]} of N images (paths or an array); None outside the main process.
 
-        They are stored in chunks, of which an interruption loses one at most.
+        Each process stores its features in chunks, so that an interruption costs it one chunk at most.
         """
         chunks = {cache / f"{i // CHUNK:05d}.safetensors": images[i : i + CHUNK] for i in range(0, len(images), CHUNK)}
         mine = list(chunks.items())[self.state.process_index :: self.state.num_processes]
@@ -155,7 +155,7 @@ class _Judge(PipelineJudge):
         return features
 
     def _reference(self, missing: set[str]) -> tuple[Any, dict[str, Moments]]:
-        """Return the reference's features [N, D], if needed, and its moments by name of features.
+        """Return features [N, D] of the reference, or None if not needed, and its moments by kind ("features", "spatial").
 
         Moments in an .npz file are Inception's. For another extractor, they are computed from the file's images.
         """
@@ -196,7 +196,7 @@ class _Judge(PipelineJudge):
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
 
     def _score(self, missing: set[str]) -> None:
-        """Generate the images, and compute and store the metrics `missing`."""
+        """Generate the images, then compute and store the `missing` metrics."""
         started = time.perf_counter()
         plan, name, count = self._plan(), self.subject.name, self.count
         folder = self.folder / f"{self.protocol.name}-{count}"

@@ -49,7 +49,7 @@ class LanguageProtocol:
     """Settings of a recipe of kind "language" whose tasks are generated for given lengths: recall, or lm-eval's RULER.
 
     Args:
-        lengths: Tokens of text, question and answer together, each at least 128; empty for tasks without a length.
+        lengths: Numbers of tokens, at least 128, of text, question and answer together; empty for tasks without a length.
         depths: For recall, places of the facts in percent of the text.
         items: For recall, number of questions per depth.
         text: For recall, a UTF-8 file between whose lines the facts stand; None means filler.
@@ -123,7 +123,7 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
 
 
 def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: Any) -> list[Requested]:
-    """Load the recipe's tasks. With lengths, the tasks of `make_recall` are written before."""
+    """Load the recipe's tasks. If it has lengths, its recall tasks are generated first, in a temporary folder."""
     names, paths, metadata = args.recipe.tasks, list_paths(args.include_path), None
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-tasks-") as folder:
         if protocol.lengths:
@@ -144,7 +144,8 @@ def load_tasks(
 ) -> list[Requested]:  # fmt: skip
     """Load tasks, groups or tags by name or pattern, or by a dict from these to the number of examples in the prompt.
 
-    `num_fewshot` is for all tasks but those that require 0. `metadata` are arguments of tasks that generate their data.
+    `num_fewshot` is for all tasks but those that require 0. `metadata` are arguments of tasks that generate their data. For
+    `data_files` see `evaluate`.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
     paths = list_paths(include_path)
@@ -171,9 +172,9 @@ def load_tasks(
 
 
 def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | Path) -> set[str]:
-    """Have tasks read files in `folder` (see `evaluate`) instead of the Hub, and return the names of those that have one.
+    """Make tasks that have a file in `folder` (`data_files` of `evaluate`) read it instead of the Hub; return their names.
 
-    Their new settings are in `temporary`, which must exist until they are loaded.
+    Their new settings are written to the folder `temporary`, which must exist until the tasks are loaded.
     """
     path_by_name = {path.name: str(path.resolve()) for path in sorted(Path(folder).iterdir(), reverse=True)}
     path_by_name = {name.removesuffix(".gz"): path for name, path in path_by_name.items()}
@@ -192,7 +193,7 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
 
 
 def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: set[str] | None) -> Requested:
-    """Load the tasks of one name; with `filed`, only those that read files."""
+    """Load the tasks of one name. All must be in `filed`, the tasks that read files, unless it is None."""
     random.seed(HARNESS_SEEDS[0])  # RULER generates its questions while it loads, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
     try:
@@ -226,7 +227,7 @@ def recorded_seed(args: Any) -> int | str:
 
 
 def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any, longest: int) -> None:
-    """Run tasks that need a context of `longest` tokens on one model, and store the records after each."""
+    """Run `missing` tasks on one model, whose context must hold `longest` tokens, and store the records after each."""
     accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if state.num_processes > 1 else None
     model, own_tokenizer = subject.load(load_language_model, args.device or (accelerator and str(accelerator.device)))
     was_training = model.training
@@ -303,9 +304,10 @@ def score(
 
 
 def ratio_stderr(metric: str, pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the standard error of a function of r = sum(l_i) / sum(w_i), which lm-eval lacks, from `pairs` (l_i, w_i).
+    """Return the standard error of one of `RATIO_METRICS`, which lm-eval lacks; None for fewer than two documents.
 
-    That of r is about sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i. Fewer than two documents have none.
+    `pairs` are (l_i, w_i), the log-likelihood of document i and its words or bytes. The metric is a function of
+    r = sum l_i / sum w_i, whose standard error for n documents is about sqrt(n / (n - 1) * sum (l_i - r w_i)^2) / sum w_i.
     """
     total = sum(size for _, size in pairs)
     if len(pairs) < 2 or total <= 0:

@@ -80,7 +80,7 @@ TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 class Question(NamedTuple):
-    """A question about a fact, which follows the text."""
+    """A question about a fact, to be appended to the text."""
 
     kind: str  # "codes" or "lookups"
     end: int  # where the line of the fact ends in the text, in characters
@@ -107,10 +107,10 @@ def make_text(
     tokenizer: Any, lines: Sequence[str], length: int, facts: Sequence[tuple[str, float]], rng: random.Random, *,
     examples: Mapping[str, int], reserve: int = 0,
 ) -> tuple[str, list[Question]]:  # fmt: skip
-    """Make a text of `lines` with facts, and a question about each. Both have `length - reserve` tokens at most.
+    """Make a text of `lines` with facts, and a question about each; together they have at most `length - reserve` tokens.
 
     `facts` are pairs of a kind ("codes" or "lookups") and a place in percent of the text, in ascending order. `examples`
-    says for each kind how many other facts are repeated before a question.
+    says for each kind how many other facts a question repeats as examples.
     """
 
     def count(text: str) -> int:
@@ -205,7 +205,7 @@ def make_recall(
 
 
 def write_task(folder: Path, name: str, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the documents of a task, one of `TASKS`, and its settings."""
+    """Write NAME.jsonl, the documents `rows`, and NAME.yaml, the settings of lm-eval, for `task`, a key of `TASKS`."""
     _, scoring, metric, settings = TASKS[task]
     documents = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
     (folder / f"{name}.jsonl").write_text(documents, encoding="utf-8")

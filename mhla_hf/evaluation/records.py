@@ -60,7 +60,7 @@ class Result:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The fields by which a new measurement replaces an old one."""
+        """The fields that tell the scores of one model apart."""
         return (self.task, self.metric, self.shots, self.limit, self.samples)
 
 
@@ -69,7 +69,7 @@ class Results(list[Result]):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Results":
-        """Read a results file, or results.json in a folder; without one there are no records."""
+        """Read a results file, or results.json in a folder; a missing file is empty, a damaged one raises ValueError."""
         path = results_path(path)
         with wrap_errors(f"{path}: got a damaged file, expected a results file"):
             if (content := read_json(path)) is None:
@@ -79,9 +79,9 @@ class Results(list[Result]):
         raise ValueError(f"{path}: got format_version {version!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":
-        """Add records in place, sorted. They replace those of the same task, metric, shots, and limit.
+        """Add records in place, and sort. They replace old ones of the same task, metric, shots, and limit.
 
-        With `keep_other_sample_counts`, a score on 50,000 images stays beside one on 1,000.
+        With `keep_other_sample_counts`, only those of as many samples: a score on 50,000 images stays beside one on 1,000.
         """
         fields = 5 if keep_other_sample_counts else 4
         replaced = {record.identity[:fields] for record in new}
@@ -94,7 +94,7 @@ class Results(list[Result]):
         return Results(record for record in self if record.fingerprint == fingerprint)
 
     def find(self, task: str, metric: str, limit: float | None = None) -> Result | None:
-        """Return the record of a metric at this limit (None: the whole task); of several, the one with most samples."""
+        """Return the record of a metric at `limit` (None: the whole task) with the most samples, or None without one."""
         matches = [r for r in self if (r.task, r.metric, r.limit) == (task, metric, limit)]
         return max(matches, key=lambda record: record.samples, default=None)
 
@@ -119,7 +119,7 @@ def format_score(value: float | None, stderr: float | None = None, places: int =
 def render_table(models: Mapping[str, Sequence[Result]], style: str = "text", short: bool = False) -> str:
     """Render scores as "text" or "markdown", one column per model.
 
-    `short` means three decimals instead of four, no errors of 0, and no column of shots if all are 0.
+    `short` means three decimals instead of four, no standard errors of 0, and no column of shots if all are 0.
     """
     by_model = {name: {record.identity: record for record in records} for name, records in models.items()}
     by_identity = {identity: record for records in reversed(by_model.values()) for identity, record in records.items()}
@@ -147,9 +147,9 @@ def natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
 def compute_paper_values(
     records: Sequence[Result], columns: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[float, float | None]]:
-    """Return {label: (value, standard error or None)} of those columns of a recipe for which one model has scores.
+    """Return {label: (value, standard error or None)} for the columns of a recipe that the scores of one model can fill.
 
-    A column is {"task", "metric", "percent", "higher_is_better"}, or {"mean_of": labels}, which needs all of them.
+    A column is {"task", "metric", "percent", "higher_is_better"}, or {"mean_of": labels}, the mean of other columns.
     """
     scores: Any = {(r.task, r.metric): (r.value, r.stderr) for r in reversed(records) if r.value is not None}
     values_by_label: dict[str, Any] = {}
@@ -188,10 +188,10 @@ class Comparison(dict[str, Results]):
         return render_rows(header, rows, style, left=1) if any(any(row[1:]) for row in rows) else ""
 
     def plot(self, path: str | Path) -> Path:
-        """Plot the scores to a PNG file, and return its path.
+        """Plot the scores to a PNG file, and return its path; raise ValueError if there is no score.
 
-        There is one panel per column of the recipe, or per score if no column has a value, with a point per model. Recall
-        by depth and speed by length have panels with curves. ValueError: there is no score to plot.
+        There is a panel with a point per model for each column of the recipe or, if no column has a value, for each score.
+        Recall by depth and speed by length are drawn as curves.
         """
         columns = {name: compute_paper_values(records, self.columns) for name, records in self.items()}
         points: dict[str, Any] = {}  # title -> model -> value, standard error
@@ -229,9 +229,10 @@ def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
-    """Return times and cache sizes for a card, from the records of "softmax" and "mhla"; None unless timed together.
+    """Return the times and cache sizes of a card from the records of "softmax" and "mhla", or None unless timed together.
 
-    A row has "what" was measured, "length", and "softmax_ms" and "mhla_ms", or the same in "mib".
+    "rows" are dicts of "what" was timed, "length", "softmax_ms" and "mhla_ms", and for decoding also "softmax_mib" and
+    "mhla_mib". "hardware", "versions", "seed", and "command" are those of the measurement.
     """
     timed = {attention: [r for r in records if r.task == SPEED] for attention, records in columns.items()}
     hashes = {record.task_hash for record in timed["mhla"]}

@@ -146,10 +146,10 @@ def evaluate(
         num_fewshot: Number of examples in the prompt; None means that of the recipe or the task. Tasks that demand 0 always
             get 0.
         limit: Number of documents, images or prompts, or a fraction below 1 of an lm-eval task, for a quick test.
-        batch_size: Int, or "auto" for language models.
+        batch_size: Number of documents or images per batch; "auto" lets lm-eval choose, for language models.
         seed: Random seed; None means lm-eval's own seeds, and 0 for sampling.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        device: A torch device; None means CUDA if available.
+        dtype: Dtype of the parameters: "auto" (the checkpoint's; float32 for pipelines), "float32", "bfloat16", "float16".
+        device: Where saved models run; None means CUDA if available.
         max_length: Longest context of a language model, in tokens; None means the one in its configuration.
         revision, trust_remote_code: As in transformers. MHLA language models need no remote code here; saved pipelines do.
         force: Whether to measure known scores again.

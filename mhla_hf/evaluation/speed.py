@@ -23,7 +23,13 @@ WARM_UP_TOKENS = 64
 
 @checked
 class SpeedProtocol:
-    """Settings of a recipe of kind "speed": context lengths and decoded tokens, and how often each is measured."""
+    """Settings of a recipe of kind "speed".
+
+    Args:
+        lengths: Context lengths in tokens.
+        decode_tokens: Number of tokens to decode after each context.
+        rounds: Number of measurements per length, of which the fastest counts.
+    """
 
     lengths: list[int] | int
     decode_tokens: int = at_least(1, 64)
@@ -52,7 +58,7 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
 
 
 def measure_speed(models: Mapping[str, Any], protocol: SpeedProtocol, progress: bool) -> dict[str, dict[str, float]]:
-    """Return the metrics of each model, on random tokens."""
+    """Time models on random tokens; return {model: {metric: value}} with metrics such as "forward_ms_512"."""
     lengths: Any = protocol.lengths
     for name, model in models.items():
         if max(lengths) + protocol.decode_tokens > (limit := max_positions(model.config)):
@@ -78,7 +84,7 @@ def measure_speed(models: Mapping[str, Any], protocol: SpeedProtocol, progress: 
 
 
 def time_once(model: Any, ids: torch.Tensor, decode_tokens: int) -> dict[str, float]:
-    """Time a forward pass of ids [1, T] and decoding after it; return the values of `SPEED_METRICS`."""
+    """Return {metric: value} of `SPEED_METRICS` for `ids` [1, T]; the decode time is a mean over `decode_tokens` tokens."""
     ids = ids.to(model.device)
     start = clock(model.device)
     model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -93,7 +99,7 @@ def time_once(model: Any, ids: torch.Tensor, decode_tokens: int) -> dict[str, fl
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of all tensors in a cache, at any depth; what tensors share counts once."""
+    """Return the bytes of all tensors in a cache, at any depth; storage that tensors share counts once."""
     sizes: dict[int, int] = {}  # address of a storage -> its bytes
     visited: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
     pending = [cache]
@@ -110,7 +116,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def clock(device: torch.device | str) -> float:
-    """Return the time in seconds, on CUDA after all work on the device."""
+    """Return the time in seconds, once a CUDA device has finished all queued work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

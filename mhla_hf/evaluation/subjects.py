@@ -1,8 +1,8 @@
 """Models to evaluate (folders, Hub ids and loaded objects), checked, named and fingerprinted before they are loaded.
 
-For pipelines, this module also generates the images and videos that are scored. Every sample has its seed, as has every
-batch (DDPM draws from the global generator), and batches are cut from the whole plan, not from the missing samples. So an
-interrupted run makes the same files as any other, on any number of processes.
+For pipelines, this module also generates the images and videos that are scored. Each sample has its own seed, and each
+batch seeds the global generator, from which DDPM draws. Batches are cut from the whole plan, not from the missing samples,
+so an interrupted run makes the same files as any other, on any number of processes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from ..checkpoints.provenance import describe_run
 from .records import Result, Results, results_path
 
 logger = logging.getLogger("mhla_hf")
-VERSION = "1"  # of our own metrics; part of every task hash
+VERSION = "1"  # of our own metrics; stored with each score, and part of the task hash of image scores
 IDENTITY = "samples.json"
 
 
@@ -53,7 +53,7 @@ class Subject:
         return {"revision": commit if origin == "hub" else None, "trust_remote_code": self.args.trust_remote_code}
 
     def load(self, loader: Callable[..., tuple[Any, Any]], device: Any = None) -> tuple[Any, Any]:
-        """Load the model and its tokenizer or image processor by `loader`; return a loaded model as it is, and None."""
+        """Load the model and its tokenizer or image processor by `loader`; for a loaded model, return it and None."""
         if self.loaded:
             return self.source, None
         return loader(self.source, dtype=self.args.dtype, device=device or self.args.device, **self.load_options)
@@ -96,7 +96,10 @@ class Subject:
         self, task: str, scores: Mapping[str, tuple[Any, ...]], task_hash: str, started: float,
         device: torch.device | str, keep_other_sample_counts: bool = False,
     ) -> None:  # fmt: skip
-        """Store {metric: (value, standard error, higher is better, samples)} of our own metrics."""
+        """Store `scores` of our own metrics, {metric: (value, standard error or None, higher is better, samples)}.
+
+        `started` is the `time.perf_counter` at which the measurement began.
+        """
         facts = {**self.provenance(device), "task": task, "task_hash": task_hash, "task_version": VERSION}
         facts |= {"shots": 0, "seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
         records = [
@@ -107,7 +110,7 @@ class Subject:
 
 
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
-    """Return the shell command that repeats an evaluation, of `task` alone if it is one of the recipe's."""
+    """Return the shell command that repeats an evaluation, restricted to `task` if the recipe has it."""
     args, recipe = subjects[0].args, subjects[0].args.recipe
     models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
     words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]
@@ -132,7 +135,8 @@ def list_paths(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
 def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subject]:
     """Check and name the models passed to `evaluate`, without loading them.
 
-    A folder is named after its last component, or its last two if they share that; a loaded model after its class.
+    A loaded model is named after its class, and a folder after the last part of its path, or the last two parts if several
+    folders share the last one.
     """
     if not isinstance(models, dict):
         model_list = models if isinstance(models, (list, tuple)) else [models]
@@ -153,7 +157,7 @@ def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subjec
 
 
 def _make_subject(name: str, model: Any, args: Any, pipeline: bool) -> Subject:
-    """Check a model and its results file. Without `output`, a folder has its own, and other models have none."""
+    """Check a model and its results file. Without `output`, folders store their own results, other models none."""
     dtype, target = args.dtype, Path(args.output) if args.output else None
     if target and target.suffix != ".json":
         target /= f"{name.replace('/', '--')}.json"
@@ -182,7 +186,7 @@ def _make_subject(name: str, model: Any, args: Any, pipeline: bool) -> Subject:
 
 
 def shorten_path(path: Any) -> str:
-    """Return an existing path relative to the working folder, or its name if it is outside; others as they are."""
+    """Return an existing path relative to the working folder, or its name if it is outside; leave other text unchanged."""
     if not Path(path).exists():
         return str(path)
     resolved, here = Path(path).resolve(), Path.cwd().resolve()
@@ -191,7 +195,10 @@ def shorten_path(path: Any) -> str:
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[Any]:
-    """Yield Accelerate's `PartialState`. One made here for a single process is reset, because forks would inherit it."""
+    """Yield Accelerate's `PartialState`, and wait for all processes at the end.
+
+    A state made here for a single process is reset, because forked processes would inherit it.
+    """
     from accelerate import PartialState
 
     fresh = not PartialState._shared_state
@@ -241,9 +248,10 @@ class PipelineJudge:
         self, folder: Path, plan: Sequence[Sample], identity: dict[str, Any], sampling: Mapping[str, Any],
         save: Callable[[Any, Path], object], *, batch_size: int, label: str,
     ) -> None:  # fmt: skip
-        """Generate the samples of a plan, except for batches whose files all exist.
+        """Generate the samples of `plan` into `folder`, except for batches whose files all exist.
 
-        `identity` is all that determines them beside weights, dtype, and `sampling`, arguments of the pipeline.
+        `sampling` are arguments of the pipeline; `identity` is what else determines the samples, besides weights and dtype.
+        `save(output, path)` writes one.
         """
         pipeline, state = self.subject.source, self.state
         if not self.subject.loaded:

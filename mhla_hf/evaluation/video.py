@@ -74,7 +74,7 @@ class VideoProtocol:
         videos: Videos per prompt; VBench's protocol requires five.
         fps: Frames per second of the files.
         sampling: Further arguments of the pipeline.
-        samples: Folder to create, with a subfolder per model.
+        samples: Folder for the generated videos, with a subfolder per model.
     """
 
     python: str | Path | None = None
@@ -187,7 +187,7 @@ class _Judge(PipelineJudge):
                 average, values = float(average), [video["video_results"] for video in videos]
         if len(values) < len(names):
             raise ValueError(f"vbench: got {len(values)} scores for {dimension}, expected {len(names)}, one per video.")
-        # In some dimensions, the average is not the mean of the results of videos, or these are no numbers.
+        # In some dimensions, the results of videos are not numbers, or their mean is not the average.
         numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
         is_mean = len(numbers) == len(values) > 1 and abs(statistics.fmean(numbers) - average) <= 1e-6
         error = statistics.stdev(numbers) / len(numbers) ** 0.5 if is_mean else None

@@ -79,7 +79,7 @@ def render_folder_card(folder: PathLike, weights: bool = True) -> str:
 
 
 def choose_curve_file(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the figure of what other choices of softmax heads keep; None if there is none to draw."""
+    """Return the file name of the figure that compares choices of softmax heads, or None if it cannot be drawn."""
     if "curve" not in (config.get("mhla_measured") or {}):
         return None
     if importlib.util.find_spec("matplotlib") is None:
@@ -107,7 +107,7 @@ def compare_card(path: Path, text: str) -> None:
 
 
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
-    """Render all cards in a folder of cards again, or compare them, and return their paths."""
+    """Render all cards in a folder of cards again or, with `check`, compare them with their files; return their paths."""
     names = {path.stem for pattern in ("*.yaml", "*.md", f"{RESULTS}/*.json") for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
     for path in paths:
@@ -123,7 +123,7 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
 
 
 def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | None = None) -> Path:
-    """Add a model's card and facts to a folder of cards; `over_seeds` is a JSON file of results to store with them."""
+    """Add a model's card and facts to the folder of cards `root`, with the results in the JSON file `over_seeds`."""
     check_writable(Path(root, RESULTS, name), "root")
     measured, person = read_folder(folder)
     text = render_card(make_facts(measured, person))
@@ -205,7 +205,7 @@ def round_digits(value: float | None) -> float | None:
 
 
 def _group_by_origin(columns: dict[str, list[Result]]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], list[str]]]:
-    """Return {(dtype, hardware, seed, versions): {(tasks, commit, days, command): labels of models}} of all scores."""
+    """Group all scores: {(dtype, hardware, seed, versions): {(tasks, commit, days, command): labels of models}}."""
     runs: dict[tuple[Any, ...], list[Result]] = {}
     scores = [(label, record) for label, records in columns.items() for record in records if section_of(record)]
     for label, record in scores:

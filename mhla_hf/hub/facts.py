@@ -61,7 +61,7 @@ class Person:
     license_name: str | None = None
     license_link: str | None = None
     datasets: list[str] = dataclasses.field(default_factory=list)  # Hub ids of the training data
-    language: list[str] = dataclasses.field(default_factory=list)  # codes
+    language: list[str] = dataclasses.field(default_factory=list)  # codes such as "en"
     about: str = ""  # text below the title
     limits: list[str] = dataclasses.field(default_factory=list)  # sentences for the section on limits
 
@@ -120,7 +120,7 @@ class Facts:
 
 
 def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
-    """Return kind, class name, and configuration, with resolved layers, of a saved model or pipeline; see `Facts`."""
+    """Return kind, class name, and configuration (MHLA layers as indices) of a saved model or pipeline; see `Facts`."""
     index = read_json(Path(folder, PIPELINE_INDEX))
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
     configs = (read_json(file) or {} for file in files)
@@ -154,7 +154,10 @@ def _count_layers(config: dict[str, Any]) -> int | None:
 
 
 def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
-    """Return what results/<name>.json stores of a saved and evaluated model; `compared` are the records of others."""
+    """Return the facts of a saved and evaluated model that results/NAME.json stores; for `weights` see `read_records`.
+
+    `compared` maps the labels of other models to their records.
+    """
     kind, class_name, config = read_model(folder)
     about = {"format_version": FORMAT_VERSION, "kind": kind, "class_name": class_name, "config": config}
     results, train = read_records(folder, weights), read_json(Path(folder, "train.json"))
@@ -215,7 +218,10 @@ def find_license(
     base_model: str | None, teacher: PathLike | None, license: str | None = None, license_name: str | None = None,
     license_link: str | None = None,
 ) -> dict[str, str | None]:  # fmt: skip
-    """Return the license that the teacher's README.md or the base model's card states, else `license`."""
+    """Return the license, its name, and its link, as the teacher's README.md or else the base model's card states them.
+
+    Without such a card, return the arguments. Raise ValueError if `license` differs from the card's, or is None without one.
+    """
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     own_card = Path(teacher, CARD_FILE) if teacher and Path(teacher, CARD_FILE).is_file() else None
     for card in [card for card in (own_card, base_model) if card]:

@@ -25,8 +25,8 @@ from .facts import PERSON_FILE, Person, list_unmeasured, read_model
 
 logger = logging.getLogger("mhla_hf")
 HUB_TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{16,})")
-# Absolute paths that reveal something about the author's machine: of POSIX, ~/x or /x/y, except system folders, URLs,
-# templates and site links; of Windows, C:\a\b or C:/a/b, and \\host\share.
+# Absolute paths that reveal something about the author's machine: POSIX paths (~/x or /x/y, but no system folders, URLs,
+# templates or site links) and Windows paths (C:\a\b, C:/a/b, or \\host\share).
 LOCAL_PATH = re.compile(
     r"(?:(?<=file://)|(?<![\w.~/\\<>)}\]-])(?<!\]\())"
     r"(?:~|/(?!(?:usr|bin|lib|etc|dev|proc|sys)/)[\w.@+-]+)/[^\s\"'`,;)\]}>|\\]+"
@@ -40,10 +40,10 @@ def stage_folder(
     folder: PathLike, staging: PathLike, *, repo_id: str | None = None, person: Person | None = None,
     draft: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Copy the model's files from `folder` into the new `staging` (weights as links), and check them; return other paths.
+    """Copy a model's files to the new folder `staging` (weights as links), check them there, and return what is left out.
 
     If there is no card, one is written from `person`. `draft` accepts a converted language model without scores for recall
-    and generation.
+    and generation. Paths that are left out are relative to `folder`.
     """
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():

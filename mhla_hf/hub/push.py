@@ -27,7 +27,7 @@ HTTPError: Any = HfHubHTTPError.__bases__[0]
 
 @dataclasses.dataclass(frozen=True)
 class Pushed:
-    """The result of a push."""
+    """What a push changed on the Hub, or what a dry run would send and delete."""
 
     repo_id: str
     revision: str  # id of the commit; empty after a dry run
@@ -179,7 +179,7 @@ def list_files(folder: PathLike) -> list[Path]:
 
 
 def _describe_author(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> Person:
-    """Return the author's part of a first card."""
+    """Return the author's part of the card of a model that has none yet."""
     if (folder / CARD_FILE).is_file():
         argument = "base_model" if license is None else "license"
         raise ValueError(f"{argument}: got a value, expected None, as {str(folder)!r} has a card.")

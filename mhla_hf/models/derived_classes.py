@@ -189,7 +189,7 @@ def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
 
 
 def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `prepare` change the arguments of a class's forward; callers of `model.forward` itself would skip a hook."""
+    """Return `forward` with arguments changed by `prepare`: a hook would not see calls of `model.forward` itself."""
     names = tuple(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)

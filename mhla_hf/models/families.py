@@ -17,7 +17,7 @@ class AttentionKind:
     noun: str = ""  # name of a model in errors; models of diffusers are named by their class
     axes: int = 0  # of the grid of tokens; 0 for sequences
     linear: bool = False  # whether the attention is linear already, so that converting it loses nothing
-    latents: str = "channels frames height width"  # input's axes after the batch; others are arguments of forward
+    latents: str = "channels frames height width"  # axes of the input after the batch; forward gets the sizes of others
     rotary: str = "pairs"  # form of a diffusion model's rotary embedding (`read_rotary`)
     head_norm: bool = False  # whether a diffusion model norms q and k by head, not over all channels
     joint: bool = False  # whether tokens of a text share one attention with those of the grid
@@ -27,7 +27,7 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of base models."""
+    """A family of base models: a model type of transformers, or classes of diffusers that convert in the same way."""
 
     base: str  # model type in transformers, or name of the first class in diffusers
     kind: AttentionKind
@@ -51,7 +51,7 @@ class Family:
 
 DECAYS: dict[str, Any] = {"mixing_form": "decay", "num_decays": 1, "free_decay": True}
 WINDOWED_DECAYS: dict[str, Any] = {"layers": "2/3", "windowed": True, "feature_map": "softmax", **DECAYS}
-# Ends of class names with a head: those of all text models, and all.
+# Ends of the names of classes with a head: those that decoders and encoders of text share, and all.
 TEXT_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "ForImageClassification")
 AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))

@@ -26,7 +26,7 @@ def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
 
 
 def source_name(entry: str) -> str:
-    """Return the name of the source file of a diffusers model, which is also the name of its module."""
+    """Return the name of the source file of a diffusers model; without ".py", it is the name of the model's module."""
     return _SOURCE_MAKER[0](entry)[0] if NAMESPACE == "package" else Path(__file__).name
 
 

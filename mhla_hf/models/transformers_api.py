@@ -106,7 +106,7 @@ def find_cache(kwargs: dict[str, Any]) -> str | None:
 
 
 def check_cache_arrived(query_length: int, key_length: int, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if the base passed keys of the past or a KV cache: a new release would make MHLA ignore the past."""
+    """Raise ValueError if the base passed past keys or a KV cache, as untested releases may: MHLA would ignore the past."""
     if query_length != key_length or find_cache(kwargs) is not None:
         got = f"{key_length} keys for {query_length} queries with transformers {transformers.__version__}"
         tested = " to ".join(TESTED_TRANSFORMERS)

@@ -1,4 +1,4 @@
-"""The MHLA core: the module that takes the place of softmax in an attention module, which holds it as `mhla`.
+"""The MHLA core: the submodule `mhla` of an attention module, which computes attention in place of softmax.
 
 `MHLACore` is what sequences and grids share, `MHLA` the causal core of language models with a mixing matrix; `windowed.py`,
 `salient.py`, `sequence.py`, `grid.py`, and `joint.py` have the others. Every parameter belongs to a module that is called,
@@ -41,7 +41,7 @@ class OutputNorm(nn.Module):
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: Tensor) -> Tensor:
-        """Normalize o [..., V]; if its dtype is not the weight's, in fp32, or in fp64 if one of them is."""
+        """Normalize o [..., V]; if o and the weight differ in dtype, in fp32, or in fp64 if either is."""
         weight: Tensor = self.weight
         if o.dtype != weight.dtype:
             dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)
@@ -71,7 +71,7 @@ def without_padding(key_mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, 
 
 
 def padding_first(key_mask: Tensor | None, starts: Tensor | None) -> tuple[TokenMove, Tensor | None]:
-    """Return how to move all padding before the real tokens of its row, so that it is no position, and the new `starts`.
+    """Return the move of all padding to the start of its row, where it takes up no positions, and the `starts` after it.
 
     Without a key_mask [B, T], no token moves.
     """
@@ -100,7 +100,7 @@ def softmax_attention(
 ) -> Tensor:  # fmt: skip
     """Compute softmax attention [B, T, H, V] of q [B, T, H, K], k [B, S, G, K], and v [B, S, G, V].
 
-    The mask, bool or what is added to the scores, is broadcastable to [B, H, T, S].
+    The mask is bool or is added to the scores; it broadcasts to [B, H, T, S].
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is not None and mask.dtype != torch.bool:
@@ -122,8 +122,8 @@ class MHLACore(nn.Module):
     """Base class of MHLA cores, with feature maps, mixing, output norm, and gate.
 
     Args:
-        settings: The settings.
-        mixing: The module that computes the mixing.
+        settings: Settings of the model; the base class reads `feature_map`, `output_norm`, and `gate`.
+        mixing: Module with the learned mixing matrix or decays, which subclasses call in `forward`.
         num_heads: Number of query heads, H.
         num_kv_heads: Number of KV heads, G; query head h uses KV head h // (H // G).
         key_dim: Width K of q and k.
@@ -163,7 +163,7 @@ class MHLACore(nn.Module):
 def prepare_operands(
     core: MHLACore, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rotate: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Map, rotate, and mask: return q, k, and v for `mhla`, and a dict of its further arguments.
+    """Mask q, k, and v, map q and k to features, and rotate them; return the three for `mhla`, and its further arguments.
 
     Features are cast to v's dtype, because rotations give fp32 under autocast.
     """
@@ -205,7 +205,7 @@ class MHLA(MHLACore):
             q, k, v: [B, T, H, K], [B, T, G, K], and [B, T, G, V].
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             rotate: Rotary embedding of q and k or, with `rope="after"`, of their features.
-            starts: int64 [B], first real token of each row of a left-padded batch; ignored if there is a key_mask.
+            starts: int64 [B], index of the first real token of each left-padded row; ignored if there is a key_mask.
             key_mask: bool [B, T], False for padding, which does not count as a position, wherever it is in a row. Not
                 allowed along with cu_seqlens.
             cu_seqlens: int32 or int64 [N + 1], borders of N packed sequences (B = 1). Ignored if there is a cache.

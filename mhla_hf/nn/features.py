@@ -60,7 +60,7 @@ class FeatureMap(nn.Module):
         if self.kind == "exp":
             bias = self.bias if heads is None else heads.part(self.bias, False, 0)
             return (torch.exp((y + bias).clamp(max=MAX_EXPONENT)) * self.head_dim**-0.5).to(x.dtype)
-        if torch.compiler.is_compiling():  # which would not fuse a stack
+        if torch.compiler.is_compiling():  # the compiler would not fuse a stack
             both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
         else:
             both = torch.stack([y, -y], -2)

@@ -32,7 +32,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, distance: int = 1) -> Tens
 
 
 def rotate_both(x: Tensor, y: Tensor, angles: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Apply `rotate_pairs` to queries and keys."""
+    """Apply `rotate_pairs` to queries and keys; `angles` are its arguments after the tensor."""
     return rotate_pairs(x, *angles), rotate_pairs(y, *angles)
 
 
@@ -105,7 +105,7 @@ class GridConv(nn.Module):
 
     def forward(self, x: Tensor, grid: Sequence[int]) -> Tensor:
         """Convolve tokens [B, T, C] or [B, T, H, V], in row-major order, over a grid."""
-        # Otherwise, PyTorch 2.13 gives wrong gradients for 3 axes in bf16 on CPUs.
+        # Without `contiguous`, PyTorch 2.13 gives wrong gradients for 3 axes in bf16 on CPUs.
         channels_first = x.flatten(2).mT.contiguous()
         return self.conv(channels_first.unflatten(2, tuple(grid))).flatten(2).mT.reshape(x.shape)
 
@@ -126,7 +126,7 @@ class GridMHLA(MHLACore):
     """Bidirectional multi-head linear attention over the tokens of a grid (paper sections 4.1 and 4.2).
 
     Args:
-        settings: The settings; `layout` is required.
+        settings: Settings of the model; `layout` is required.
         prefix: Number of class or register tokens before the grid.
         num_heads, value_dim, **widths: As in `MHLACore`.
     """
@@ -149,7 +149,7 @@ class GridMHLA(MHLACore):
         """Attend to all tokens of the grid.
 
         Args:
-            q, k, v: [B, T, H, K] and [B, T, H, V], the `prefix` tokens, then those of the grid in row-major order.
+            q, k, v: [B, T, H, K] (q and k) and [B, T, H, V], the `prefix` tokens, then the grid in row-major order.
             grid: Number of tokens along each axis, with as many axes as `settings.layout`.
             hidden_states: [B, T, hidden_size], the input of the layer, which the gate reads.
             rotate: Rotary embedding of q and k or, with `rope="after"`, of their features; None if there is none.

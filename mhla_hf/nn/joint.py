@@ -35,10 +35,10 @@ SoftmaxFunction = Callable[..., Tensor]
 
 
 class TextTokens(NamedTuple):
-    """Queries, keys, and values of S text tokens, rotated if the model has RoPE, and two masks, bool or added to the scores.
+    """The S text tokens: q and k [B, S, H, K], rotated if the model has RoPE, v [B, S, H, V], and two masks.
 
-    `mask` [B, 1, 1, S] is for queries of the grid and keys of the text; `full_mask` [B, 1, 1 or S, S + T] for queries of the
-    text and all keys, those of the text first.
+    Masks are bool or are added to the scores. `mask` [B, 1, 1, S] is for queries of the grid and keys of the text,
+    `full_mask` [B, 1, 1 or S, S + T] for queries of the text and all keys, those of the text first.
     """
 
     q: Tensor
@@ -54,10 +54,10 @@ def softmax_beside_key(
     """Call `softmax` over keys [B, S, H, K] and one more key, with a score z' for each query.
 
     The last channel of q [B, T, H, K + 1] is z' * sqrt(K); the mask is [B, 1, 1, at most S]. With weights
-    e^z / (sum e^z + e^z'), this returns the sum of weight * value [B, T, H, V], that of the weights [B, T, H, 1], and the
-    weight of the additional key, by which the caller merges other weights, as by a logsumexp. Unlike that, it has gradients:
-    both sums of weights are further columns of v. If z' is the log of the sum of the other weights, only negligible terms
-    are lost, also in fp16.
+    e^z / (sum e^z + e^z'), returns the sum of weight * value over S keys [B, T, H, V], the sum of their weights, and the
+    weight of the additional key, both [B, T, H, 1]. With the latter, a caller can merge other weights as with a logsumexp;
+    unlike that, it has a gradient, because both are computed as further columns of v. If z' is the log of the sum of the
+    other weights, only negligible terms are lost, also in fp16.
     """
     num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
     width = -(-max(key_width + 1, value_width + 2) // WIDTH_STEP) * WIDTH_STEP
@@ -76,7 +76,7 @@ def softmax_beside_key(
 
 
 def split_grids(grid: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Return the size of each grid, where `grid` is the size of one, or a tuple for each of several."""
+    """Return the sizes of all grids, from the size of a single grid or from a sequence of such tuples."""
     return tuple(grid) if isinstance(grid[0], tuple) else (tuple(grid),)
 
 
@@ -121,8 +121,8 @@ class JointMixing(GridMixing):
 class JointMHLA(MHLACore):
     """Attention of the tokens of a text and of a grid, with MHLA among those of the grid.
 
-    `settings.layout` is required; see `MHLACore` for the arguments. Initially, the balance is so small that a converted
-    layer is its softmax part.
+    `settings.layout` is required; see `MHLACore` for the arguments. Initially, the balance is so small that the softmax part
+    dominates in a converted layer.
     """
 
     mixing: JointMixing
@@ -146,10 +146,10 @@ class JointMHLA(MHLACore):
         """Attend over the text and the grid.
 
         Args:
-            q, k, v: [B, T, H, K] and [B, T, H, V], the tokens of the grid, or of one grid after the other, in row-major
-                order.
+            q, k, v: [B, T, H, K] (q and k) and [B, T, H, V], the tokens of the grid, or of one grid after the other, in
+                row-major order.
             text: The tokens of the text, of which there may be none.
-            grid: Number of tokens along each axis, with as many axes as `settings.layout`; of several grids, a tuple each.
+            grid: Number of tokens along each axis of `settings.layout`; for several grids, a tuple of such tuples.
             hidden_states: [B, T, hidden_size], the input of the layer for the tokens of the grid, which the gate reads.
             rotate: Rotary embedding of q and k; None if there is none. With `rope="near"`, only the softmax part has it.
             softmax: Computes the softmax attention; for the grid, with one more key and wider heads (`softmax_beside_key`).

@@ -79,7 +79,7 @@ class SalientCore(nn.Module):
 
     @torch.no_grad()
     def remember(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, cos_sin: None = None) -> None:
-        """Put tokens that fit the window into an empty cache; q, k, and v are those of the MHLA heads."""
+        """Put tokens that fit the window, and their votes, into an empty cache; q, k, and v are those of the MHLA heads."""
         if k.shape[1] <= (self.options.window - 1) * self.options.block_size:
             k = k.to(v.dtype)
             cache.state = self.new_state(k, v)
@@ -88,9 +88,9 @@ class SalientCore(nn.Module):
             self(q, k, v, cache=cache)
 
     def new_state(self, k: Tensor, v: Tensor, cos_sin: None = None) -> SalientState:
-        """Create a state without tokens, for k and v of the MHLA heads like these."""
+        """Create an empty state whose sizes, dtypes, and device are those of k and v, which have the MHLA heads only."""
         return SalientState.empty(k, v, self.options)
 
     def finish_output(self, o: Tensor, hidden_states: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Cast the base's own attention, where that is the output."""
+        """Cast the output of the base model's own attention, which layers use while it is exact, to `dtype`."""
         return o.to(dtype)

@@ -23,7 +23,7 @@ MAX_DECAYS = 64
 MAX_WINDOW_BLOCKS = 1_024
 MAX_SALIENT = 65_536
 SALIENT = 128  # salient tokens per KV head of a language model converted with text, unless `keep` chooses their number
-# Settings of the far part, in whose place salient tokens are.
+# Settings of the far part, which have no effect with salient tokens.
 FAR_SETTINGS = ("feature_map", "num_decays", "free_decay", "length_power", "window_dropout")
 
 
@@ -95,7 +95,7 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
 }
 
 
-# Values that both layers of a text and a grid, and encoders that mix by decays, require.
+# Values required in layers over a text and a grid, and in encoders that mix by decays.
 TWO_WAY_VALUES: dict[str, Any] = {"sinks": 0, "salient": 0, "length_power": False, "window_dropout": 0}
 JOINT_VALUES = {"normalize": True, "output_norm": False, **TWO_WAY_VALUES}
 ENCODER_VALUES = {"rope": "before", **TWO_WAY_VALUES, "softmax_heads": None}
@@ -115,7 +115,7 @@ class MHLASettings:
             "identity", or a map that is learned per head: "softmax" (softmax(x W)), "hedgehog" (softmax(x W) and
             softmax(-x W), concatenated to twice the width), "exp" (e^(x W + b), with exponents of at most 6).
         normalize: True divides the output by the sum of the weights (eq. 4). False does not, and relies on `output_norm`
-            (section 4.1). "official" uses the denominator of the released vision code (not for causal models).
+            (section 4.1). "official" uses the denominator of the released vision code (grids without text or class tokens).
         mixing_start: Initial mixing: "locality" (section 4.2: 1 - distance / number of blocks, rows summing to one) or
             "uniform" (plain linear attention).
         learn_mixing: Whether the mixing is trained.
@@ -276,7 +276,7 @@ class MHLASettings:
 
 
 def check_settings(settings: MHLASettings, model: str, *, both_ways: bool = False) -> None:
-    """Raise ValueError if settings do not suit a model of sequences, which the error calls `model`.
+    """Raise ValueError if settings do not suit a model of sequences; `model` is its name in the message.
 
     `both_ways` says whether every token sees all others.
     """

@@ -34,7 +34,7 @@ def start_balance(settings: MHLASettings, key_dim: int, causal: bool) -> float:
 
 
 def keep_rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Return x unchanged, where there is no rotary embedding to undo, or nothing to map."""
+    """Return x unchanged: the `unrotate` of a core without `rope="near"`, and the key map of keys that are features."""
     return x
 
 
@@ -92,8 +92,7 @@ class DecayMHLA(DecayCore):
             [B, T, H, V] in v's dtype.
 
         Raises:
-            ValueError: If gradients are required in training and the cache holds tokens, or `settings.impl` is "triton" and
-                the kernel cannot run.
+            ValueError: If gradients are required in training and the cache holds tokens.
         """
         options = self.options if scale in (None, self.options.scale) else replace(self.options, scale=scale)
         # Under autocast, rotated q and k arrive in fp32.
@@ -124,7 +123,7 @@ class DecayMHLA(DecayCore):
         if cache is not None and not drops_window:
             o = self.continue_cache(inputs, map_keys, cache, cos_sin)
         else:
-            if cache is not None:  # which has to see the tokens as they are
+            if cache is not None:  # its state must not depend on window dropout
                 with torch.no_grad():
                     self.continue_cache(inputs._replace(options=options), map_keys, cache, cos_sin)
             with torch.autocast(q.device.type, enabled=False):
@@ -143,7 +142,7 @@ class DecayMHLA(DecayCore):
         fill_state(k, v, self.map_keys, cache.state, self.options, cos_sin)
 
     def new_state(self, k: Tensor, v: Tensor, cos_sin: Tensor | None) -> WindowedState:
-        """Create a state without tokens, for k and v of the MHLA heads and cos_sin like these."""
+        """Create an empty state whose sizes, dtypes, and device are those of cos_sin and of the MHLA heads' k and v."""
         return WindowedState.empty(k, v, self.mixing.num_decays, self.k_map.num_features, self.options, cos_sin)
 
     def map_keys(self, k: Tensor, cos_sin: Tensor) -> Tensor:
@@ -151,9 +150,9 @@ class DecayMHLA(DecayCore):
         return self.k_map(self.unrotate(k, cos_sin), self.heads)
 
     def read_mixing(self, cache: Any) -> tuple[Decays, Tensor | None]:
-        """Return the decays and the balance of the MHLA heads, from a cache that holds tokens, or for a new one.
+        """Return the decays and the balance of the MHLA heads: those in a cache that holds tokens, else the current ones.
 
-        The cache has them as one tensor, because every tensor that a compiled step reads costs time.
+        A new cache stores them as one tensor, because every tensor that a compiled step reads costs time.
         """
         if cache is not None and cache.state is not None:
             return self.mixing.unpack(cache.mixing)
@@ -179,7 +178,7 @@ class DecayMHLA(DecayCore):
 
 
 def rotation_of(k: Tensor, cos_sin: Tensor | None) -> Tensor:
-    """Return cosines and sines in the dtype of k [B, T, G, K] for every row, with a width of 0 for None."""
+    """Return cosines and sines as [B, T, 1, A] in the dtype of k [B, T, G, K]; A is 0 for None."""
     return k.new_zeros(*k.shape[:2], 1, 0) if cos_sin is None else cos_sin.to(k.dtype).expand(len(k), -1, -1, -1)
 
 

@@ -56,8 +56,8 @@ def mhla(
         blocks: The blocks of the T queries; `Blocks.sequence` if causal.
         key_blocks: The blocks of the S keys; None if they are those of the queries.
         causal: Whether a query sees only the keys at and before its own position.
-        normalize: True, False, or "official": the denominator of the authors' vision code, which differs from the paper's
-            (not causal, equal blocks).
+        normalize: Whether to divide by the sum of the weights. "official" divides by the denominator of the authors' vision
+            code, which differs from the paper's (not causal; equal blocks, the same for queries and keys).
         scale: Multiplier of the products; None is K**-0.5. It cancels in the normalized form.
         q_den: [B, T, H, L], features of the queries for the denominator if they differ from q.
         k_den: [B, S, G, L], likewise for the keys.
@@ -68,7 +68,7 @@ def mhla(
             before it weigh nothing, and their outputs are 0.
         unrounded: Whether to return outputs in the dtype of the sums, for a norm that follows: unnormalized outputs may
             overflow fp16.
-        return_state: Whether to return the state from which `mhla_step` continues, too (causal, no cu_seqlens). It has no
+        return_state: Whether to also return the state from which `mhla_step` continues (causal, no cu_seqlens). It has no
             gradient.
         impl: "reference" (the T x T definition), "torch", "triton", or "auto", which takes Triton on a GPU if a small test
             call agreed with fp64, else PyTorch, and logs its choice once.
@@ -111,7 +111,7 @@ def mhla_step(
         q: [B, T, H, K], queries of the new tokens.
         k: [B, T, G, K], keys of the new tokens.
         v: [B, T, G, V], values of the new tokens.
-        mixing: As in `mhla`, with a row for every block of the sequence so far.
+        mixing: As in `mhla`, with a row and a column for every block up to the last new token.
         state: From `mhla(..., return_state=True)`, an earlier step, or `MHLAState.empty`; changed in place.
         starts: int64 [B]. Tokens of this call before it are ignored and not counted (left padding in a first chunk).
         normalize, scale, q_den, k_den, unrounded: As in `mhla`.

@@ -1,7 +1,7 @@
-"""Checks the inputs of the operator; raises TypeError or ValueError, `argument: got X, expected Y.`
+"""Checks the inputs of the operator; errors are TypeError or ValueError, with messages `argument: got X, expected Y.`
 
-Values are checked only where a wrong one would go unnoticed (`starts` and `cu_seqlens`), and where they can be read: not
-under `torch.compile` or during CUDA graph capture. Those of `mixing` are checked when weights are loaded.
+Of tensors, only the values of `starts` and `cu_seqlens` are checked, because wrong ones would go unnoticed, and only where
+they can be read: not under `torch.compile` or during CUDA graph capture. Mixing weights are checked when they are loaded.
 """
 
 import math
@@ -18,7 +18,7 @@ IMPLEMENTATIONS = ("auto", "reference", "torch", "triton")
 def check_tensor(
     name: str, x: object, q: Tensor, expected: str = "a floating-point tensor", *dtypes: torch.dtype
 ) -> None:
-    """Check that x is a tensor of one of the dtypes (by default, of a floating-point one) on the device of q."""
+    """Check that x is a tensor on q's device with one of `dtypes`; without any, it must be a floating-point tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected {expected}.")
     if x.dtype not in dtypes and (dtypes or not x.is_floating_point()):
@@ -158,7 +158,7 @@ def check_step(
     state: MHLAState, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, k_den: Tensor | None, normalize: bool | str,
     starts: Tensor | None,
 ) -> None:  # fmt: skip
-    """Check that features and options fit the state, and that `mixing` has a row for every block so far."""
+    """Check that features and options fit the state, and that `mixing` has a row for every block, new ones included."""
     if not isinstance(state, MHLAState):
         raise TypeError(f"state: got a {type(state).__name__}, expected an MHLAState.")
     if state.normalize != normalize:

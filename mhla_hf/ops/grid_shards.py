@@ -22,10 +22,19 @@ def sharded_mhla(
     edges: Sequence[int], add_up: Callable[[Tensor], Tensor], normalize: bool | str = True,
     q_den: Tensor | None = None, k_den: Tensor | None = None, unrounded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute the outputs of `mhla` for the tokens of process `rank`, `edges[rank]` to `edges[rank + 1]` in block order.
+    """Compute the outputs of `mhla` for the tokens of one of P processes, which hold consecutive tokens in block order.
 
-    `blocks` are those of all tokens, and `edges` has an index for each of P processes and the number of tokens. `add_up` is
-    a differentiable reduce-scatter, x [P * N, ...] -> [N, ...], which all processes call.
+    Args:
+        q, k, v, q_den, k_den, mixing, normalize, unrounded: As in `mhla`, with the T tokens of this process.
+        blocks: The blocks of the tokens of all processes.
+        rank, edges: Process p, of which this one is `rank`, has the tokens `edges[p]` to `edges[p + 1]`; P + 1 edges.
+        add_up: Differentiable reduce-scatter, [P * N, ...] -> [N, ...], which all processes call.
+
+    Returns:
+        [B, T, H, V] in v's dtype or, with `unrounded`, in that of the sums.
+
+    Raises:
+        ValueError: If q does not have the tokens of this process, or normalize is "official".
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
         expected = f"shard {rank} of {blocks.length} tokens cut at {list(edges)}"
@@ -35,7 +44,7 @@ def sharded_mhla(
     sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     (heads,) = Heads.groups(q, sum_dtype, one_by_one=False)
     block_ends = list(accumulate(blocks.sizes()))
-    # Every process gets equally many rows of the mixing matrix.
+    # A reduce-scatter needs equally many rows for every process, so row 0 fills up shorter lists.
     blocks_of_ranks = [
         range(bisect_right(block_ends, first), bisect_left(block_ends, end) + 1) for first, end in pairwise(edges)
     ]

@@ -20,9 +20,9 @@ class MHLAOptions(NamedTuple):
 
 
 class MHLAInputs(NamedTuple):
-    """The checked arguments of `mhla`. A causal mixing matrix has M rows and columns, except for packed sequences.
+    """The checked arguments of `mhla`; a causal mixing matrix is cut to the number of blocks unless sequences are packed.
 
-    In a step, the blocks are those of the new tokens, as if there were no others.
+    In `mhla_step`, they are those of the new tokens, blocks included, and the mixing matrix is not cut.
     """
 
     q: Tensor
@@ -37,7 +37,7 @@ class MHLAInputs(NamedTuple):
     starts: Tensor | None = None
 
     def without_masked_keys(self) -> "MHLAInputs":
-        """Return the inputs with zeros for masked keys and values, which need no `key_mask`."""
+        """Return the inputs without a `key_mask`, with zeros for masked keys and values instead."""
         if self.key_mask is None:
             return self
         is_key = self.key_mask[:, :, None, None]

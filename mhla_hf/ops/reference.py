@@ -10,8 +10,8 @@ from .inputs import MHLAInputs
 def mhla_reference(inputs: MHLAInputs) -> Tensor:
     """Compute o[t] = sum_s w[t, s] v[s] with w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]> (paper eq. 5).
 
-    With `normalize`, it is divided by sum_s w[t, s], in which q_den and k_den, if any, replace q and k; 0/0 is 0. The result
-    [B, T, H, V] is in v's dtype or, if `unrounded`, in that of the computation: fp64 if q, k, or v is, else fp32.
+    With `normalize`, o is divided by sum_s w[t, s] or `official_denominator`, of q_den and k_den if there are any; 0/0 is 0.
+    The result [B, T, H, V] is in v's dtype or, if `unrounded`, in that of the computation: fp64 if q, k, or v is, else fp32.
     """
     q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
@@ -46,7 +46,7 @@ def token_relations(
     q: Tensor, k: Tensor, blocks: Blocks, key_blocks: Blocks, causal: bool, key_mask: Tensor | None,
     cu_seqlens: Tensor | None, starts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the block of every query and key, int64 [B or 1, T or S], and which query sees which key, bool [B, T, S]."""
+    """Return the blocks of queries [B or 1, T] and keys [B or 1, S], int64, and which query sees which key [B, T, S]."""
     query_block, key_block = blocks.index(q.device)[None], key_blocks.index(q.device)[None]
     token, key_token = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
     visible = torch.ones(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
@@ -78,8 +78,8 @@ def official_denominator(q: Tensor, k: Tensor, mixing: Tensor, blocks: Blocks, s
     """Compute the denominator of the authors' vision code, which their checkpoints need: [B, T, H].
 
     For a token of block i this is sum_b mixing[i, b] <q_b, z_b>, where z_b is the sum of the keys of block b, and q_b the
-    query of block b at the token's index within its block; the paper has the token's own query instead. Keys that are
-    masked are zeros. It takes linear time, so every implementation uses it.
+    query of block b at the token's index within its block; the paper has the token's own query instead. Masked keys must be
+    zeros. It takes linear time, so every implementation uses it.
     """
     num_heads = q.shape[2]
     tokens = torch.argsort(blocks.index(q.device), stable=True).view(blocks.num_blocks, -1)  # [M, C], slot by slot
@@ -99,7 +99,7 @@ def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
 def without_row_scale(grad: Tensor, mixing: Tensor, causal: bool) -> Tensor:
     """Remove from a gradient of `mixing` its component along each row of `mixing`, for the normalized form.
 
-    The scale of a row cancels between numerator and denominator, so this component is 0. What is computed is the rounding
+    The scale of a row cancels between numerator and denominator, so the exact component is 0. The computed one is a rounding
     error of two large terms, often the largest error of the gradient; an orthogonal projection removes it.
     """
     mixing = (mixing.tril() if causal else mixing).to(grad.dtype)

@@ -51,7 +51,7 @@ class RowState:
 
 @dataclass
 class RingState(RowState):
-    """Base class of states with sinks and the newest tokens in the S slots of `ring_slot`.
+    """Base class of states that keep the first tokens (sinks) and the newest ones in S slots, which `ring_slot` assigns.
 
     The ring holds one block more than attention reads, so that `crop` can take back up to a block.
     """
@@ -161,8 +161,8 @@ class MHLAState(RowState):
         """Remove the last `count` tokens of every row, without rounding errors.
 
         Raises:
-            ValueError: If `count` is not an int from 0 to the block size, or is more than the shortest row or, after an
-                earlier crop, the window has.
+            ValueError: If `count` is not an int from 0 to the block size, or exceeds the length of the shortest row or the
+                tokens that the window still holds after an earlier crop.
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.block_size:
             raise ValueError(f"count: got {count!r}, expected 0 to {self.block_size}, the tokens of one block.")

@@ -28,7 +28,7 @@ def torch_step(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 
 
 def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
-    """Compute the outputs of T new tokens per row that fit into the open block of their row."""
+    """Compute the outputs [B, T, H, V] of T new tokens per row, which all fit into the open block of their row."""
     q, mixing, q_den, device = inputs.q, inputs.mixing, inputs.q_den, inputs.q.device
     sum_dtype, size, num_tokens = state.summaries.dtype, state.block_size, q.shape[1]
     block, offset = state.length // size, state.length % size
@@ -76,7 +76,7 @@ def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 
 
 def step_across_blocks(inputs: MHLAInputs, state: MHLAState) -> Tensor:
-    """Compute the outputs of T new tokens per row, with zeros for padding."""
+    """Compute the outputs [B, T, H, V] of T new tokens per row, with zeros for padding."""
     q, mixing, q_den, sum_dtype, size = inputs.q, inputs.mixing, inputs.q_den, state.summaries.dtype, state.block_size
     blocks, (source, inverse), open_tokens = append_tokens(inputs, state)
     prefix, prefix_z = mix_closed_blocks(state, mixing, torch.arange(len(q)), blocks)
@@ -92,8 +92,8 @@ def step_across_blocks(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 def append_tokens(inputs: MHLAInputs, state: MHLAState) -> tuple[Tensor, tuple[Tensor, Tensor], list[Tensor]]:
     """Write new tokens into a state, and store the summaries of the blocks that they fill.
 
-    Returns n blocks per row from the open one on, [B, n], the gathers that bring new tokens there and back, and the open
-    tokens [B, n * C, G, K or V or L].
+    Returns the indices of n blocks per row from its open one on, int64 [B, n]; the gathers of `MoveTokens` that bring new
+    tokens to these blocks; and the open tokens, [B, n * C, G, K or V or L].
     """
     before, size, num_tokens, device = state.length, state.block_size, inputs.k.shape[1], state.summaries.device
     padding = torch.zeros_like(before) if inputs.starts is None else inputs.starts.cpu()
@@ -118,7 +118,7 @@ def append_tokens(inputs: MHLAInputs, state: MHLAState) -> tuple[Tensor, tuple[T
 
 
 def window_updates(inputs: MHLAInputs, state: MHLAState) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a window of the state and its new tokens."""
+    """Pair each window of the state (k, v, and k_den if it has one) with the new tokens to write into it."""
     pairs = ((state.window_k, inputs.k), (state.window_v, inputs.v), (state.window_k_den, inputs.k_den))
     return [(window, new) for window, new in pairs if window is not None and new is not None]
 
@@ -127,10 +127,10 @@ def attend_blocks(
     query: Tensor, query_den: Tensor | None, open_tokens: list[Tensor], prefix: Tensor, prefix_z: Tensor | None,
     visible: Tensor | None, diagonal: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Compute q P + m_ii tril(q k^T) v for n blocks and, if normalized, divide it by the same with ones for v.
+    """Compute q P + m_ii tril(q k^T) v [B, H, n, T, V] for n blocks, normalized if there is `prefix_z`, else times `scale`.
 
     Queries are [B, H, n, T, K or L], open tokens [B, G, n, C, K or V or L], prefixes P [B, H, n, K, V] and [B, H, n, L]
-    (None if not normalized), `visible` is bool [..., T, C], and the diagonal m_ii [B, H or 1, n, 1, 1].
+    (None if not normalized), `visible` is bool [..., T, C] or None for all, and the diagonal m_ii [B, H or 1, n, 1, 1].
     """
     queries_per_kv = query.shape[1] // open_tokens[0].shape[1]
     open_tokens = [x.repeat_interleave(queries_per_kv, 1) if queries_per_kv > 1 else x for x in open_tokens]
@@ -149,7 +149,7 @@ def attend_blocks(
 
 
 def mix_closed_blocks(state: MHLAState, mixing: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute the prefixes [R, H, n, K, V] and [R, H, n, L] (or None) of blocks [R, n] of R rows."""
+    """Compute the prefix [R, H, n, K, V] and that of z, [R, H, n, L] or None, for query `blocks` [R, n] of `rows` [R]."""
     device, queries_per_kv = state.summaries.device, state.prefix.shape[1] // state.summaries.shape[1]
     num_closed = min(int(blocks.max()), mixing.shape[-1])
     is_earlier = (torch.arange(num_closed) < blocks[..., None]).to(device)
@@ -169,7 +169,7 @@ def mix_closed_blocks(state: MHLAState, mixing: Tensor, rows: Tensor, blocks: Te
 
 
 def diagonal_weight(mixing: Tensor, blocks: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """Return m_ii [B, H or 1, n, 1, 1] for the blocks i in `blocks`, int64 [B, n]; arbitrary for those beyond the matrix."""
+    """Return the weight of each of `blocks` [B, n] for itself, [B, H or 1, n, 1, 1]; arbitrary beyond the matrix."""
     diagonal = mixing.diagonal(dim1=-2, dim2=-1).to(sum_dtype)
     weight = diagonal[..., blocks.to(mixing.device).clamp(max=diagonal.shape[-1] - 1)]
     weight = weight[:, None] if mixing.dim() == 2 else weight.transpose(0, 1)
@@ -177,7 +177,7 @@ def diagonal_weight(mixing: Tensor, blocks: Tensor, sum_dtype: torch.dtype) -> T
 
 
 def close_blocks(state: MHLAState, rows: Tensor, blocks: Tensor, open_tokens: list[Tensor]) -> None:
-    """Store the summaries of blocks, whose tokens are [R, C, G, ...], at `rows` and `blocks` [R] of a state."""
+    """Compute the summaries of R blocks from their tokens [R, C, G, ...], and store them at `rows` and `blocks` [R]."""
     capacity, num_closed = state.summaries.shape[2], int(blocks.max()) + 1
     if num_closed > capacity:  # double it at least
         extra = max(num_closed, 2 * capacity) - capacity

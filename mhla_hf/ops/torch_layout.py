@@ -9,7 +9,7 @@ from .blocks import Blocks
 
 
 class BlockCut:
-    """Cuts tokens into M blocks of C tokens, the size of the largest; smaller blocks end in zeros.
+    """Cuts tokens into M blocks, padded with zeros to the C tokens of the largest.
 
     Contiguous blocks are views, others are gathered.
     """
@@ -68,7 +68,7 @@ class Heads:
         return [Heads(row, head, q, sum_dtype) for row in rows for head in heads]
 
     def select(self, x: Tensor) -> Tensor:
-        """Return a view of the selected rows and heads of x [B, T, H or G, K]; of KV heads, those that they read."""
+        """Return a view of x [B, T, H or G, K] with the selected rows and query heads, or the KV heads that these read."""
         queries_per_kv = self.total_heads // x.shape[2]
         return x[self.rows, :, self.heads.start // queries_per_kv : (self.heads.stop - 1) // queries_per_kv + 1]
 
@@ -109,7 +109,7 @@ def take_tokens(x: Tensor, source: Tensor) -> Tensor:
 
 
 class MoveTokens(torch.autograd.Function):
-    """Computes `take_tokens`. `inverse` [B or 1, T] undoes it, which makes the backward pass a gather, too."""
+    """Computes `take_tokens`. The gather `inverse` [B or 1, T] undoes it, so the backward pass is a gather, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
@@ -159,8 +159,8 @@ def shift_to_start(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gathers of `MoveTokens` with which each packed sequence begins at a block edge: [1, M * C] and [1, T].
 
-    M is an upper bound that does not depend on the borders. Also returns, int64 [M], the index of each block in its sequence
-    and its sequence; unused blocks at the end count as one more sequence.
+    M is an upper bound that does not depend on the borders. Also returns the index of each block within its sequence and the
+    index of that sequence, both int64 [M]; unused blocks at the end count as one more sequence.
     """
     borders = cu_seqlens.long()
     last_block = ((borders.diff() + block_size - 1) // block_size).cumsum(0)
@@ -217,14 +217,14 @@ def mixing_of_sequences(mixing: Tensor, block_index: Tensor, sequence_id: Tensor
 
 
 def ring_slot(position: Tensor, num_slots: int, sinks: int = 0) -> Tensor:
-    """Return the slot of the token at `position`: the first `sinks` of `num_slots` are fixed, the others form a ring."""
+    """Return the slot of the token at `position`: the first `sinks` tokens keep theirs, the others share a ring."""
     return torch.where(position < sinks, position, sinks + position % (num_slots - sinks))
 
 
 def resize_tokens(x: Tensor, count: int) -> Tensor:
     """Cut or pad x [B, T, ...] to `count` tokens, with zeros or, under torch.compile, with copies of the last token.
 
-    Under torch.compile it gathers, because padding by 0 tokens would be a special case with a graph of its own.
+    Under torch.compile it always gathers, because `pad` would be compiled a second time for lengths that need no padding.
     """
     if torch.compiler.is_compiling():
         return x.index_select(1, torch.arange(count, device=x.device).clamp(max=x.shape[1] - 1))
@@ -245,7 +245,7 @@ def by_token(x: Tensor, batch: int, size: int) -> Tensor:
 
 
 def slot_positions(count: Tensor, num_slots: int, sinks: int) -> Tensor:
-    """Return the token in each slot of `ring_slot` after `count` tokens [N]: int64 [N, S], negative if it is empty."""
+    """Return the position of the token in each slot after `count` [N] tokens: int64 [N, num_slots], negative if empty."""
     slot = torch.arange(num_slots, device=count.device)
     last = count[:, None] - 1
     in_ring = last - (last - slot + sinks) % (num_slots - sinks)
@@ -254,7 +254,7 @@ def slot_positions(count: Tensor, num_slots: int, sinks: int) -> Tensor:
 
 
 def visible_slots(position: Tensor, num_slots: int, block_size: int, window: int, sinks: int) -> Tensor:
-    """Return which slots of `ring_slot` hold sinks or the window of the token at `position` [B], bool [B, num_slots]."""
+    """Return which slots hold the sinks and the window that the token at `position` [B] sees: bool [B, num_slots]."""
     slots = torch.arange(num_slots, device=position.device)
     age = (position[:, None] - slots + sinks) % (num_slots - sinks)  # of the tokens in the ring
     largest_age = torch.minimum(position % block_size + (window - 1) * block_size, position - sinks)
@@ -262,10 +262,10 @@ def visible_slots(position: Tensor, num_slots: int, block_size: int, window: int
 
 
 class TokenPlaces:
-    """Finds the tokens of each row among `num_held` that a decoder state holds and T new ones, in one tensor.
+    """Finds tokens by position in one tensor of the `num_held` tokens that a decoder state holds and T new ones.
 
-    The state has `before` [B] tokens, the last of which are in the slots of `ring_slot`. Of the new ones, the first
-    `padding` [B] are none. Indices may be on the CPU while the tokens are on a `device`, where results are.
+    Each row has seen `before` [B] tokens, the last of which are in the slots of `ring_slot`; the first `padding` [B] of its
+    new tokens are padding. Results are on `device`, positions may be on the CPU.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class TokenPlaces:
         return source.to(self.device), inverse.to(self.device)
 
     def write(self, held: Tensor, tokens: Tensor) -> None:
-        """Write the new ones of all tokens, [B, num_held + T, ...], into the slots of `held` [B, slots, ...]."""
+        """Write the new ones among `tokens` [B, num_held + T, ...] into their slots of `held` [B, slots, ...]."""
         position = slot_positions(self.before[:, 0] + self.num_new - self.padding[:, 0], held.shape[1], self.sinks)
         is_new = (position >= self.before).to(self.device)
         values = take_tokens(tokens, self.find(position)).to(held.dtype)

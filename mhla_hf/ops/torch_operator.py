@@ -110,7 +110,7 @@ class BlockedAttention(torch.autograd.Function):
 def blocked_forward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: MHLAOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute num [B, T, H, V], the sum of weight * v; with `normalize`, num / den and den [B, T, H, 1], that of weights."""
+    """Compute o [B, T, H, V] = sum weight * v, divided by den if `normalize`, and den [B, T, H, 1] = sum weight, or None."""
     work = HeadWork(q, k, v, options)
     o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if options.unrounded else v.dtype)
     den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if options.normalize else None
@@ -169,9 +169,9 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> t
 
 
 def cut_chunks(x: Tensor) -> Tensor:
-    """Cut blocks of more than 128 tokens into n chunks of 64 to 128 tokens, else of 32 to 63: [R * M * n, C / n, K].
+    """Cut blocks into n chunks of equal size: [R, M, C, K] -> [R * M * n, C / n, K].
 
-    If no such number divides C, n is 1.
+    For C > 128, a chunk has 64 to 128 tokens or, if none of these sizes divides C, 32 to 63; otherwise, n is 1.
     """
     size = x.shape[2]
     divisors = [c for c in (*range(64, 129), *range(63, 31, -1)) if size % c == 0] if size > 128 else []
@@ -194,7 +194,7 @@ def chunk_summaries(k: Tensor, v: Tensor, rows: int, count: int) -> Tensor:
 
 
 def chunk_prefix(summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute what each chunk reads of summaries [R, M, n, X]: m_ij of earlier blocks, and m_ii of earlier chunks.
+    """Mix summaries [R, M, n, X] for each chunk: those of earlier blocks by m_ib, those of earlier chunks by m_ii.
 
     Also returns `running`, the sum over the earlier chunks of the same block; None if n is 1.
     """

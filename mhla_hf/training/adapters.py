@@ -44,7 +44,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def import_peft(model: Any = None) -> Any:
-    """Return the `peft` module. If `model` is converted, PEFT gets to know its class and default LoRA targets."""
+    """Return the `peft` module. If `model` is converted, register its family, for PEFT's default LoRA targets."""
     with require_extra("an adapter", "peft", "peft"):
         import peft
     if model is not None and (family := family_of(model)) is not None:
@@ -56,8 +56,11 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
     """Return a `peft.LoraConfig` that adds LoRA to a converted language model, and trains and saves its MHLA modules.
 
     Args:
-        model: A converted language model; any other is a TypeError.
+        model: A converted language model.
         **lora: Arguments of `LoraConfig`. The default of `target_modules` is PEFT's for the base model.
+
+    Raises:
+        TypeError: `model` is not converted.
     """
     mhla_layers(model)
     modules_to_save = [*(lora.pop("modules_to_save", None) or ()), "mhla"]
@@ -132,7 +135,7 @@ def save_adapter(
 
 
 def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return configuration and weights of an adapter of a converted model that is no `PeftModel`."""
+    """Return the configuration and weights of an adapter: the MHLA modules and, given `base`, LoRA of what changed."""
     factors: dict[str, Any] = {} if base is None else factorize_changes(model, base, rank)
     name = (model if base is None else base).config.name_or_path or None
     options = {"target_modules": list(factors) or NO_LORA, "modules_to_save": ["mhla"], "base_model_name_or_path": name}
@@ -169,7 +172,7 @@ def _check_not_merged(model: Any) -> None:
 
 @torch.no_grad()
 def factorize_changes(model: Any, base: Any, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return LoRA's factors, [rank, in] and [out, rank], of the change of each linear layer from the original `base`."""
+    """Return LoRA's factors A [rank, in] and B [out, rank] for each linear layer that differs from `base`, by its name."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     whole = kept = 0.0  # squared norms of the changes and of their approximations

@@ -20,7 +20,7 @@ def make_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a diffusion transformer for latents [B, C, (F,) h, w] at `times` [B] (0 to 1,000).
 
-    "condition" [B, D, (F,) h, w] becomes further channels of the latents, as in image-to-video models.
+    "condition" [B, channels, (F,) h, w] becomes further channels of the latents, as in image-to-video models.
     """
     arguments: dict[str, Any] = dict(conditions)
     if (condition := arguments.pop("condition", None)) is not None:
@@ -41,7 +41,10 @@ def make_arguments(
 
 
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Return the first output in fp32. Floats except `timestep` are cast to the model's dtype; `constants` are not."""
+    """Return the transformer's output in fp32, without the tokens of images to edit.
+
+    Float tensors among the arguments are cast to its dtype, except "timestep" and `constants`.
+    """
     casts = {
         key: value.to(transformer.dtype)
         for key, value in arguments.items()
@@ -81,7 +84,7 @@ class NoiseProcess:
         return self.prediction == "flow_prediction"
 
     def draw_time(self, generator: torch.Generator, distribution: str, shift: float | None) -> float:
-        """Draw a time on the scheduler's scale; in flow matching, `shift` (None: the scheduler's) moves it to noise."""
+        """Draw a time on the scheduler's scale. In flow matching, `shift` (None: the scheduler's) moves it toward noise."""
         shift = self.shift if shift is None else shift
         is_normal = distribution == "logit-normal"
         draw = torch.randn if is_normal else torch.rand
@@ -113,7 +116,10 @@ def sample_latents(
     steps: int, guidance: float, generators: Sequence[torch.Generator] | None = None,
     on_step: Callable[[torch.Tensor, float], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sample clean latents [B, C, (F,) h, w] as a pipeline does; call `on_step(model_input, time)` before each step."""
+    """Sample clean latents from `noise`, both [B, C, (F,) h, w], as a pipeline does. `guidance` 1 means no guidance.
+
+    `on_step(model_input, time)` is called before each step.
+    """
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps, device=noise.device)
     step_options = {"generator": generators} if "generator" in inspect.signature(scheduler.step).parameters else {}

@@ -73,9 +73,11 @@ def distill(
         `out/train.json` records stages, tokens, seconds, losses, versions, hardware and seed.
 
     Raises:
-        ValueError, TypeError, ImportError: An argument is not valid; raised before anything is written.
+        ValueError, TypeError, ImportError: An argument is not valid; found before anything is written, where possible.
+            ValueError also if the loss is not finite, or data or a saved state cannot be read.
         OSError: A file cannot be written.
-        KeyboardInterrupt: On Ctrl-C, after the current step is done and the state is saved.
+        KeyboardInterrupt: On Ctrl-C, once a state is saved: after the current step or, with several processes, when the
+            loop logs.
     """
     run_arguments = {
         "mixed_precision": mixed_precision, "save_dtype": save_dtype and str(save_dtype).removeprefix("torch."),

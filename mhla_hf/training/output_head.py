@@ -32,7 +32,10 @@ class OutputHead(NamedTuple):
 
 @torch.no_grad()
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
-    """Return a model's output head, or why it cannot be run apart. `ids` [B, L] are run with known logits."""
+    """Return a model's output head, or the reason why it cannot run apart from the other layers.
+
+    A forward pass of some `ids` [B, L] shows what the model makes of known logits.
+    """
     layer = getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
         return f"its output head is a {type(layer).__name__}, not a torch.nn.Linear"
@@ -60,7 +63,7 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
 
 
 def run_without_head(model: Any, head: OutputHead | None, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return a model's output and the inputs of `head` [B, L, width], without logits; without a head, the logits."""
+    """Return a model's output, and the inputs of its `head` [B, L, width] or, if `head` is None, the logits."""
     if head is None:
         output = model(input_ids=ids, use_cache=False)
         return output, output.logits
@@ -76,10 +79,10 @@ def run_without_head(model: Any, head: OutputHead | None, ids: torch.Tensor) -> 
 
 
 class SumInChunks(torch.autograd.Function):
-    """Sums of a loss over N tokens, [S], without the logits of all tokens. Only the first sum has a gradient.
+    """Computes S sums over N tokens, of which only the first has a gradient, with the logits of one chunk at a time.
 
-    `loss(logits, *rows)` returns the sums over a chunk from its logits and the same rows of `token_tensors`. Gradients are
-    computed in the forward pass, so that the logits of a chunk can be freed.
+    `loss(logits, *rows)` returns the sums [S] over a chunk from its logits and the same rows of `token_tensors`, [N, ...]
+    each. The forward pass computes the gradients, so that it can free the logits of a chunk.
     """
 
     @staticmethod
@@ -87,7 +90,7 @@ class SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: Callable[..., torch.Tensor], token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """`hidden` are inputs of the head or, without one, logits. `weight` and `bias` are arguments for autograd."""
+        """Return the sums [S]. `hidden` [N, width] are the inputs of `head`, whose `weight` and `bias` follow, or logits."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         tensors: Any = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)

@@ -1,8 +1,7 @@
 """Sample with diffusers pipelines during training: previews of the student, and trajectories of the teacher.
 
 While the teacher's pipeline samples, the arguments of its transformer are recorded, and the student is trained on them. So
-any argument of a pipeline can be training data (images, videos, masks), whatever the pipeline makes of it. Every trajectory
-has its own generator, seeded with (seed, stage, number), whichever process samples it and wherever a run was interrupted.
+any argument of a pipeline can be training data (images, videos, masks), whatever the pipeline makes of it.
 """
 
 import contextlib
@@ -38,10 +37,7 @@ MILLISECONDS_PER_FRAME = 100
 
 @dataclasses.dataclass
 class PipelineArguments:
-    """A dataset whose rows are arguments of a pipeline, such as prompts and images.
-
-    `identity`, a JSON value, changes with the data.
-    """
+    """A dataset of arguments of a pipeline, such as prompts and images. `identity`, a JSON value, changes with the data."""
 
     rows: Any
     name: str
@@ -136,7 +132,7 @@ def _identify(value: Any) -> Any:
 
 
 class CallReader(TrajectoryReader):
-    """Reads the calls of `sample_calls(row, seed)` for rows of the data. `constants` are those of the last batch."""
+    """Reads the calls that `sample_calls(row, seed)` records for rows of the data. `constants` are the last batch's."""
 
     def __init__(
         self, sample_calls: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, key: Key,
@@ -151,7 +147,7 @@ class CallReader(TrajectoryReader):
         return tensors
 
     def sample(self, numbers: Sequence[int]) -> list[list[Call]]:
-        """Return calls in random order, but of one kind in all rows of a batch, so that they can be collated."""
+        """Return each number's calls in random order. Those at one position have one form, so that they can be collated."""
         trajectories = []
         for number in numbers:
             row = self.source.rows[self.shuffled(number, len(self.source.rows))]
@@ -165,7 +161,7 @@ class CallReader(TrajectoryReader):
 
 
 def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
-    """Return the tensors of a batch of calls, [R, ...] each, and its constants, the other arguments."""
+    """Return the tensors of a batch of R calls, [R, ...] each, and its constants, which are all other arguments."""
     tensors: Batch = {}
     constants: Call = {}
     for name, value in calls[0].items():
@@ -289,7 +285,7 @@ def save_preview(frames: Sequence[Image], folder: Path, step: int, trackers: Seq
 def make_options(
     pipeline: Any, device: torch.device, arguments: Mapping[str, Any], stage: DiffusionStage, seed: int
 ) -> dict[str, Any]:
-    """Return the arguments of a pipeline: those of the stage, overridden by a row of the data."""
+    """Return the arguments of a pipeline: the stage's, overridden by a row of the data, and a generator from `seed`."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
     options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
     options["use_resolution_binning"] = False  # which would sample at another size
@@ -299,7 +295,7 @@ def make_options(
         options |= dict(zip((frames, "height", "width")[-len(stage.size) :], stage.size, strict=True))
         height, width = stage.size[-2:]
         arguments = dict(arguments)
-        for name in ("video", "mask"):  # VACE takes the size of its videos from themselves
+        for name in ("video", "mask"):  # VACE takes the size from the videos themselves
             video = arguments.get(name)
             if isinstance(video, list) and all(isinstance(image, Image) for image in video):
                 arguments[name] = [image.resize((width, height)) for image in video]
@@ -313,9 +309,9 @@ class LastCall(Exception):
 
 @contextlib.contextmanager
 def swapped(pipeline: Any, component: str, device: torch.device, stops: bool) -> Iterator[None]:
-    """Of two transformers (Wan 2.2), keep on the device the one in use, and a sharded one; at the end, `component`.
+    """If a pipeline has two transformers (Wan 2.2), keep only the one in use on the device; at the end, `component`.
 
-    With `stops`, the pipeline ends before it calls the second one.
+    A sharded one also stays there. With `stops`, the pipeline ends before it calls the second one.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:
@@ -341,7 +337,7 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool) ->
 
 @contextlib.contextmanager
 def prepared(pipeline: Any, component: str, transformer: Any, stops: bool = False) -> Iterator[None]:
-    """Make a pipeline ready to sample with `transformer`, on its device; at the end, its components are as before.
+    """Let a pipeline sample with `transformer` as its `component`, on the transformer's device; then restore the pipeline.
 
     `stops` is as in `swapped`.
     """

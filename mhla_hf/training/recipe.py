@@ -84,7 +84,7 @@ class Stage(CommonStage):
             `ce_weight` times cross-entropy), or "lm" (cross-entropy).
         seq_len: Tokens per sequence.
         facts: Fraction of the sequences into which facts are inserted, with questions about them at the end, whose answers
-            weigh more in the loss. Needs a tokenizer.
+            weigh more in the loss. Without a tokenizer, there are no facts, and a warning is logged.
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         top_k: Number of the teacher's most likely tokens over which the KL divergence is computed, at temperature 1; all
             others count as one token. This takes less memory. 0 means the whole vocabulary.
@@ -115,7 +115,7 @@ class DiffusionStage(CommonStage):
         trainable: As in `CommonStage`, or "lora": what the conversion added, and LoRA of rank `lora_rank` on the projections
             of the converted attention modules, merged into their weights at the end of the stage.
         size: Size in pixels, [rows, columns] or [frames, rows, columns]; None means the data's size, or the model's own.
-        timesteps: Distribution of timesteps, "logit-normal" or "uniform"; None: by whether it is flow matching.
+        timesteps: Distribution of timesteps. None means "logit-normal" in flow matching and "uniform" in DDPM.
         shift: Timestep shift toward noise in flow matching; None means the scheduler's.
         drop_condition: Fraction of samples that are trained without their text or class, for classifier-free guidance.
         sampling_steps: Steps of the teacher's trajectories, on which the student is trained when there is no data.
@@ -152,7 +152,7 @@ class ImageStage(CommonStage):
             cross-entropy), "features" (relative squared error against the teacher's last hidden state), or "transfer".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         smoothing: Label smoothing, from 0 to 1.
-        crop: Smallest fraction of an image's area that a random crop keeps; 1 disables cropping.
+        crop: Smallest area of a random crop, as a fraction of the image's, before it is cut to fit; 1 disables cropping.
         flip: Fraction of images that are flipped horizontally.
         shift: Largest distance in pixels by which images are moved, wrapping around at the edges.
         erase: Fraction of images in which a random box is replaced by noise.
@@ -184,8 +184,8 @@ class EncoderStage(CommonStage):
     """A stage that trains a text encoder; see also the fields of `CommonStage`.
 
     Args:
-        loss: "transfer" (see `CommonStage`), or "embeddings": sum of three cosine distances between the last hidden states
-            of student and teacher: averaged over tokens, of the first token, and of the means over tokens.
+        loss: "transfer" (see `CommonStage`), or "embeddings" (cosine distance between the last hidden states of student and
+            teacher: its mean over tokens, plus that of the first token, plus that of the states' means over tokens).
         seq_len: Tokens per sequence, including special tokens.
     """
 

@@ -30,7 +30,7 @@ from .tasks.base import Task
 
 logger = logging.getLogger("mhla_hf")
 FIRST_STEPS = 3  # after which the time left is estimated
-LONG = 4 * 3600  # seconds of training on a CPU after which its recipe is named
+LONG = 4 * 3600  # seconds; a run on a CPU that takes longer names the recipe for CPUs
 Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the device, summed since the last log entry
 
 
@@ -59,7 +59,7 @@ class Interrupt:
 class Run:
     """One training run of `distill`.
 
-    `progress` is saved with every state. Its "sums" add up what was logged in the "since" steps after the last log entry.
+    `progress` is saved with every state. Its "sums" (see `Sums`) cover the "since" steps after the last log entry.
     """
 
     accelerator: Any
@@ -232,7 +232,7 @@ class Run:
             reader.close()
 
     def _restore(self, latest: Path) -> None:
-        """Load a saved state. If the run had another number of processes then, they keep their own random states."""
+        """Load a saved state; its random states must load too, unless another number of processes saved it."""
         from accelerate.utils import load
 
         try:
@@ -250,7 +250,7 @@ class Run:
     def _step(
         self, objective: Any, optimizer: Any, trained: Sequence[nn.Parameter], reader: Any, stage: CommonStage, sums: Sums,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Run an optimizer step, add its logged quantities to `sums`, and return the norm of the unclipped gradient."""
+        """Run an optimizer step, add its logged quantities to `sums`, and return the gradient's norm, if it is clipped."""
         accelerator = self.accelerator
         for group in optimizer.param_groups:
             group["lr"] = group["top_lr"] * stage.lr_factor(self.progress["step"])
@@ -287,7 +287,7 @@ class Run:
         self._report(f"about {left} left for all {self.total_steps:,} steps{hint}")
 
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
-        """Add scores and means of `sums` to the history; return whether any process was stopped. All call this."""
+        """Log the means of `sums` and the task's scores; return whether any process got Ctrl-C. All processes call this."""
         progress, unit = self.progress, self.task.unit
         interrupted = torch.tensor(float(self.interrupt.requested), device=self.accelerator.device)
         means = self.accelerator.reduce(torch.stack([*sums.values(), interrupted]), reduction="mean").tolist()
@@ -378,7 +378,7 @@ class Run:
         return merge_records(earlier, record, unit) if earlier is not None else record
 
     def _describe_identity(self) -> dict[str, Any]:
-        """Return all that determines the trained weights, by name; `IDENTITY_NAMES` has what errors call some of it."""
+        """Return all that determines the trained weights, as JSON. A run resumes only states of the same identity."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
         student = identify(self.student, is_student=True)
         if self.task.earlier_student is not None:

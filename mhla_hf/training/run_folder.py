@@ -1,8 +1,8 @@
 """The folders of a training run, which survive a killed process.
 
-Until `<out>` is complete, and created by one rename, `<out>.state/` has the states `step-N/`, `runs/` and `previews/`, files
-that are being written (`unfinished/`), a lock, and a marker without which no folder is written to or cleared. In each
-state, `run.json` identifies the run, so that no other resumes from it, and has a checksum of every file.
+A finished run creates `<out>` by one rename. Until then, `<out>.state/` has the states `step-N/`, `runs/` and `previews/`,
+files that are being written (`unfinished/`), a lock, and a marker without which no folder is written to or cleared. In
+each state, `run.json` identifies the run, so that no other resumes from it, and has a checksum of every file.
 """
 
 import contextlib

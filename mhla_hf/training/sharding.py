@@ -1,7 +1,7 @@
 """Training with FSDP2, as `accelerate launch` sets it up.
 
-Student and teacher stay unsharded on the CPU, with weights in the main process alone. Every stage trains sharded copies, of
-which the student's weights are gathered at the end.
+Student and teacher stay unsharded on the CPU, with weights in the main process alone. Every stage trains a sharded
+copy of the student, beside one of the teacher, and at the end gathers its weights in the student.
 """
 
 import contextlib
@@ -95,7 +95,10 @@ def load_average(accelerator: Any, average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """With FSDP, put copies into `task`: a sharded teacher, and a student that Accelerate will shard."""
+    """With FSDP, put copies into `task` for a stage: a sharded teacher, and a student that Accelerate will shard.
+
+    Without FSDP, only move the teacher to the device.
+    """
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
         if needs_teacher:

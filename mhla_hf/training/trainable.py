@@ -68,7 +68,7 @@ def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtypes in which parameters and buffers are saved: `dtype` or their own, or fp32 if the class says so."""
+    """Return the dtypes in which parameters (`dtype` or their own; fp32 if the class says so) and buffers are saved."""
     cls: Any = type(model)  # an instance may have an attribute from before the conversion
     kept = getattr(cls, "_keep_in_fp32_modules_strict", getattr(cls, "_keep_in_fp32_modules", None)) or ()
     dtypes = get_dtypes(model)
@@ -104,7 +104,7 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
 
 
 def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
-    """Return the bytes of the largest state of any stage: fp32 weights, and AdamW's two moments of the trained ones."""
+    """Return the bytes of the largest state: fp32 weights and AdamW's two moments, without the average of `ema`."""
     attentions, parameters = find_mhla_attentions(student), list(student.named_parameters())
 
     def count_trained(stage: CommonStage) -> int:

@@ -1,4 +1,4 @@
-"""Names of converted models for vLLM, and what is changed or refused in its configuration when it serves one."""
+"""Registers converted models with vLLM, and checks and adapts its configuration when it serves one."""
 
 import logging
 from typing import Any

@@ -49,7 +49,7 @@ class StatePage(MambaBase):
         return MambaAttentionBackendEnum.LINEAR
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """Return vLLM's specification, whose padded size, that of all heads of a layer, is shared among its pages."""
+        """Return vLLM's specification, with the padded size of a whole layer divided among the pages of its heads."""
         spec: Any = super().get_kv_cache_spec(vllm_config)
         padded = spec.page_size_padded
         return spec if padded is None else replace(spec, page_size_padded=padded // self.pages_per_layer)
@@ -119,7 +119,7 @@ class PagedCore:
             o[span] = attention.prefill(tokens.part(span), pages[row : row + 1], start)
 
     def plan_batch(self, attention: Any, metadata: Any, tokens: NewTokens) -> "BatchPlan":
-        """Plan vLLM's current batch, and write its rotations into the table. The first layer does so for all layers."""
+        """Plan vLLM's current batch, and write its rotations into the table. The first layer does so for all."""
         if self.table.plan is not None and self.table.plan.metadata is metadata:
             return self.table.plan
         batch: LinearAttentionMetadata = metadata[self.page_names[0]]
@@ -177,7 +177,7 @@ class PagedSalient(PagedCore, SalientCore):
 
 
 class BatchPlan(NamedTuple):
-    """What the layers of a model share of a batch."""
+    """The plan of a batch, which the first layer makes for all layers with the same table."""
 
     metadata: Any  # the object by which vLLM describes the batch
     num_decodes: int  # requests with one new token, which come first
@@ -197,10 +197,10 @@ direct_register_custom_op(OPERATOR, mhla_attention, mutates_args=["o"], fake_imp
 
 
 def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """View the memory that layers share, whose pages are int8 [blocks, 1, 1, bytes] each, as rows that begin with a page.
+    """View the memory behind N `views`, int8 [blocks, 1, 1, bytes of a page] each, as rows, so that each page begins one.
 
-    Return the memory, int8 [rows, bytes of a row]; the row of each layer's block 0, int64 [layers]; and the number of rows
-    from one block of a layer to its next, int64 [layers].
+    Return the memory, int8 [rows, bytes of a row]; the row of each view's block 0, int64 [N]; and the number of rows from
+    one block of a view to its next, int64 [N].
     """
     starts, steps = [view.storage_offset() for view in views], [view.stride(0) for view in views]
     row, page = gcd(*starts, *steps), views[0].shape[-1]
@@ -245,6 +245,6 @@ class SplitSoftmax(PagedSoftmax):
     """`PagedSoftmax` for a whole layer of softmax, called by vLLM's attention function."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend: [T, H * D] -> [T, H * D]."""
+        """Attend by all tokens: query [T, H * D], key and value [T, G * D] -> [T, H * D]."""
         width = self.parts[0].head_size
         return self.attend(*(x.unflatten(1, (-1, width)) for x in (query, key, value))).flatten(1)

@@ -35,7 +35,7 @@ class MHLAServing:
 
     @cached_property
     def _from_config_kwargs(self: Any) -> dict[str, Any]:
-        """The backend's arguments for making the model of transformers, with the base's configuration, without MHLA."""
+        """The backend's arguments for building the model of transformers: its configuration is the base's, without MHLA."""
         options: dict[str, Any] = super()._from_config_kwargs  # type: ignore[misc]
         config = base_config(self.config)
         set_attention_function(config, self.text_config._attn_implementation)
@@ -43,12 +43,12 @@ class MHLAServing:
         return {**options, "config": config}
 
     def _create_attention_instances(self: Any, prefix: str = "") -> None:
-        """Create vLLM's attention as the backend does, then replace it in layers that have MHLA heads."""
+        """Create vLLM's attention as the backend does; then replace it in MHLA layers, and split other layers into pages."""
         super()._create_attention_instances(prefix)  # type: ignore[misc]
         config = self._from_config_kwargs["config"]
         settings = MHLASettings.from_dict(self.config.mhla)
         num_kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
-        # All pages have one size, so the heads of a page must divide the softmax and the MHLA heads of every layer.
+        # All pages have one size, so the heads per page must divide the numbers of softmax and MHLA heads of every layer.
         heads_per_page = gcd(num_kv_heads, *(len(heads) for heads in (settings.softmax_heads or {}).values()))
         tables = tuple(RotationTable(self.model_config.max_model_len) for _ in range(2))
         for index, (attention_name, fuser) in self.attention_fusers.items():
@@ -103,11 +103,11 @@ class MHLAServing:
 
 
 class MHLAForCausalLM(MHLAServing, TransformersForCausalLM):
-    """A converted language model."""
+    """Serves converted language models without experts."""
 
 
 class MHLAMoEForCausalLM(MHLAServing, TransformersMoEForCausalLM):
-    """A converted language model with experts."""
+    """Serves converted language models with experts."""
 
 
 def base_config(config: Any) -> Any:

@@ -25,7 +25,7 @@ from ..ops.windowed.triton_step import page_step, small_page_call
 
 # What a page has of a state, in this order in memory: wide types come first, where they are aligned.
 PARTS = ("rank", "cast", "final", "running", "pending", "k", "v")
-# What parts of a state without tokens hold, as in `SalientState.empty`; all others hold 0.
+# Values of parts in a state without tokens, as in `SalientState.empty`; all other parts are 0.
 EMPTY = {"rank": -1, "final": -1}
 
 
@@ -68,8 +68,8 @@ class PageLayout:
 class RotationTable:
     """Cosines and sines of the rotary embedding by position, and the plan of a batch, which layers of a model share.
 
-    Every layer writes those of its new tokens, so the table has all positions that pages hold. Layers without a rotation
-    to undo share another table, of width 0.
+    The first layer writes those of a batch's new tokens, so the table has all positions that pages hold. Layers without a
+    rotation to undo share another table, of width 0.
     """
 
     def __init__(self, num_positions: int):
@@ -94,11 +94,11 @@ class RotationTable:
 
 
 class PagePool:
-    """The memory of all pages, uint8 or int8 [P, bytes], whose rows begin with what `layout` describes."""
+    """The memory of all pages, uint8 or int8 [rows, bytes]; each row begins with what `layout` describes."""
 
     def __init__(self, memory: torch.Tensor, layout: PageLayout):
         self.layout = layout
-        self.parts: dict[str, torch.Tensor] = {}  # views of the memory by name, [P, U, ...]
+        self.parts: dict[str, torch.Tensor] = {}  # views of the memory by name, [rows, U, ...]
         offset = 0
         for name, (shape, dtype) in layout.parts.items():
             num_bytes = prod(shape) * dtype.itemsize
@@ -106,7 +106,7 @@ class PagePool:
             offset += num_bytes
 
     def take(self, pages: torch.Tensor, *names: str) -> list[torch.Tensor]:
-        """Copy the named parts of pages [N, P] of N requests, with KV heads in the model's order."""
+        """Copy the named parts of N requests from their P pages each, int64 [N, P], as one tensor [N, G, ...] per name."""
         shape = (len(pages), pages.shape[1] * self.layout.heads)
         parts = [self.parts[name] for name in names]
         # Of a 2-D tensor, PyTorch copies whole rows.
@@ -149,7 +149,7 @@ class PagePool:
 
 
 class NewTokens(NamedTuple):
-    """T new tokens, of one request or of one each, as a layer reads them."""
+    """T new tokens, of one or of several requests, as a layer reads them."""
 
     q: torch.Tensor  # [T, H, D], features if the near part is linear
     k: torch.Tensor  # [T, G, D], likewise
@@ -166,11 +166,11 @@ class DecodeBatch(NamedTuple):
 
     position: torch.Tensor  # int64 [N], of the token
     plan: StepPlan
-    # For Triton: the rotation of the token that enters the pending summary, [N, 1, 1, A]. For PyTorch: None, and the rest.
+    # For Triton: the rotation of the token that enters the pending summary, [N, 1, 1, A]. PyTorch reads the fields below.
     kernel_cos_sin: torch.Tensor | None
     mask: torch.Tensor | None = None  # [N, 1, 1, S], see `make_mask`
-    first: Sequence[int] = ()  # rows whose request has no earlier token
-    opening: Sequence[int] = ()  # rows whose token begins a block, so that an earlier block leaves the window
+    first: Sequence[int] = ()  # indices of requests that have no earlier token
+    opening: Sequence[int] = ()  # indices of requests whose token begins a block, so that another leaves the window
 
 
 @dataclass
@@ -198,7 +198,7 @@ class PagedAttention:
         return DecodeBatch(position, plan, None, mask, first, opening)
 
     def decode(self, tokens: NewTokens, pages: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """Attend by one token of each of N requests, [N, H, V] in the dtype of the sums, and update their pages [N, P]."""
+        """Attend by one token of each of N requests; return [N, H, V] in the dtype of the sums, and update pages [N, P]."""
         pool, options, plan, position = self.pool, self.options, batch.plan, batch.position
         q, k, v, q_features, _ = tokens
         if batch.kernel_cos_sin is not None:
@@ -237,7 +237,7 @@ class PagedAttention:
         )  # fmt: skip
 
     def prefill(self, tokens: NewTokens, pages: torch.Tensor, start: int) -> torch.Tensor:
-        """Attend by T new tokens of one request, the first at `start`: [T, H, V], and update its pages [1, P]."""
+        """Attend by T new tokens of one request, the first at `start`; return [T, H, V], and update the pages [1, P]."""
         pool, position = self.pool, torch.full((1,), start, device=pages.device)
         if start and len(tokens.q) == 1:
             return self.decode(tokens, pages, self.plan(position, tokens))
@@ -257,7 +257,7 @@ class SalientBatch(NamedTuple):
     position: torch.Tensor  # int64 [N], of the token
     valid: torch.Tensor  # bool [N, S], the slots that hold a token
     step: SalientStep
-    first: Sequence[int]  # rows whose request has no earlier token
+    first: Sequence[int]  # indices of requests that have no earlier token
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What vLLM loads by the entry point `vllm.general_plugins`: registers converted language models with it."""
+"""Registers converted language models with vLLM, which calls `register` by the entry point `vllm.general_plugins`."""
 
 from importlib.metadata import version
 
@@ -14,7 +14,7 @@ def check_version(installed: str) -> None:
 def register() -> None:
     """Register the configurations of converted language models with transformers, and their classes with vLLM.
 
-    vLLM calls this in each of its processes, perhaps more than once. ImportError: it has another minor version.
+    vLLM calls this in each of its processes, perhaps more than once. Raise ImportError for another minor version of vLLM.
     """
     check_version(version("vllm"))
     from .configuration import register_models

@@ -118,7 +118,7 @@ def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
 
 
 def grid_of_positions(positions: Tensor, num_tokens: int) -> tuple[Any, ...]:
-    """Return rows and columns from the positions [T or B, T, 3 or 4] of tokens (Flux), of several images a tuple each."""
+    """Return rows and columns, or for several images a tuple of each, from positions [T, 3] or [B, T, 3 or 4] (Flux)."""
     places = positions.reshape(-1, num_tokens, positions.shape[-1])[0, :, 1:3].long().cpu()
     first_tokens = (places == 0).all(-1).nonzero().flatten().tolist()
     images = places.tensor_split(first_tokens[1:])
@@ -131,7 +131,10 @@ def grid_of_positions(positions: Tensor, num_tokens: int) -> tuple[Any, ...]:
 
 
 def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
-    """Return the grid from Qwen-Image's (frames, rows, columns), a list per row if there are several; frames are rows."""
+    """Return rows and columns, or for several images a tuple of each, from the `img_shapes` of Qwen-Image.
+
+    These are (frames, rows, columns) for each row of a batch, or a list of several. Frames become further rows of tokens.
+    """
     first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
     grids = tuple((frames * height, width) for frames, height, width in first)
     if sum(map(math.prod, grids)) != num_tokens or any(shape != shapes[0] for shape in shapes):

@@ -67,7 +67,7 @@ class GridCheckpoint:
 
 
 class GridAttnProcessor(nn.Module):
-    """Base class of attention processors with an MHLA core, or with `base_processor` while `state.uses_base` is set.
+    """Base class of processors that attend by an MHLA core or, while `state.uses_base` is set, by `base_processor`.
 
     All parameters are in the one child, `mhla`, because offloading hooks the calls of modules.
     """
@@ -210,7 +210,7 @@ class JointAttnProcessor(TextGridAttnProcessor):
         encoder_hidden_states_mask: Tensor | None = None,
         ip_hidden_states: Any = None,
     ) -> Any:
-        """Attend over the text [B, S, C'] and the grid [B, T, C], which come and return as a pair or in one sequence."""
+        """Attend over the text [B, S, C'] and the grid [B, T, C]; return (grid, text), or one sequence if given as one."""
         if ip_hidden_states is not None:
             raise ValueError("ip_hidden_states: got image prompts, expected None: MHLA layers have no IP-Adapter.")
         mask = attention_mask if encoder_hidden_states_mask is None else encoder_hidden_states_mask

@@ -64,7 +64,7 @@ def pass_rows(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Add `mhla_rows` to an encoder's arguments: each row's first real token, int64 [B], and which are real, bool [B, T].
 
-    The first is None if all rows begin with a real token. Positions, unless the caller passes them, begin there, too.
+    The first is None if all rows begin with a real token. Unless the caller passes positions, they begin at that token, too.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = kwargs.get("attention_mask")

@@ -23,7 +23,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
         self.state: Any = None  # from the first forward pass on
-        # Per row, with padding; a tensor in place of a static layer, so that a compiled step does not recompile as it grows.
+        # With padding; a tensor if this replaces a static layer, so that a compiled step does not recompile as it grows.
         self.seen_tokens: Any = torch.tensor(0) if static else 0
         self.mixing: Any = None  # the weights with which a state is read: a matrix, or packed decays
         self.max_cache_len = max_cache_len
@@ -50,7 +50,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.seen_tokens.add_(hidden_states.shape[1])  # `+=` would make it an output of a compiled step
 
     def mixing_for(self, mixing: Any, new_tokens: int, block_size: int) -> Tensor:
-        """Return the mixing, [n, n] or [H, n, n], of all blocks after `new_tokens` more; kept unless it needs a gradient."""
+        """Return the mixing [M, M] or [H, M, M] of enough blocks for `new_tokens` more; kept unless it needs a gradient."""
         needed = -(-(int(self.seen_tokens) + new_tokens) // block_size)
         if torch.is_grad_enabled() and mixing.weight.requires_grad:
             return mixing(needed)
@@ -103,7 +103,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.softmax.batch_repeat_interleave(repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every row, at most a block and no padding; their number is negative."""
+        """Remove the last `-tokens_to_remove` tokens of every row: at most a block, and none that is padding."""
         if self.state is None or tokens_to_remove == 0:
             return
         if not 0 < -tokens_to_remove <= self.state.block_size:
@@ -131,7 +131,10 @@ class MHLADynamicCache(DynamicCache):
 def mhla_cache_layer(
     past_key_values: Cache | None, layer_idx: int, keeps_softmax: bool = False
 ) -> MHLACacheLayer | None:
-    """Return layer `layer_idx` of a KV cache; at first use, replace it by an MHLA layer, in place."""
+    """Return layer `layer_idx` of a KV cache; at first use, replace it by an MHLA layer, in place.
+
+    With `keeps_softmax`, the replaced layer holds the keys and values of the heads that keep softmax.
+    """
     if past_key_values is None:
         return None
     layers: Any = past_key_values.layers

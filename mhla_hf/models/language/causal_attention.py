@@ -40,7 +40,7 @@ def mhla_attention(
             raise ValueError(f"{name}: got {type(argument).__name__} in an MHLA layer, expected None.")
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
-    starts, key_mask = kwargs.get("mhla_padding") or (None, None)  # the mask is for heads that keep softmax
+    starts, key_mask = kwargs.get("mhla_padding") or (None, None)  # `attention_mask` is for heads that keep softmax
     cache = kwargs.get("mhla_cache")
     options = {
         "hidden_states": kwargs.get("mhla_hidden_states"),
@@ -81,7 +81,10 @@ class SoftmaxHeads(nn.Module):
 
 
 def selected_attention(config: Any, eager: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the attention function that a configuration selects; in `SoftmaxHeads`, `calls_interface` would find it."""
+    """Return the attention function that a configuration selects.
+
+    With this code inside `SoftmaxHeads`, `calls_interface` would take that for an attention module of a base.
+    """
     return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
 
 
@@ -111,12 +114,15 @@ class MatrixMixer:
 
 
 class SoftmaxMixer(MatrixMixer):
-    """Adds softmax beside MHLA, which cores with a matrix do not have."""
+    """Adds softmax, in heads that keep it and where it is exact; layers whose core has a matrix use neither."""
 
     def attend_with_softmax(
         self: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], softmax_options: dict[str, Any]
     ) -> Tensor:
-        """Attend by softmax in the heads that keep it and by MHLA in the others; by softmax in all if nothing is far."""
+        """Attend by softmax in the heads that keep it and by MHLA in the others; by softmax in all if nothing is far.
+
+        Shapes are those of `mhla_attention`. `options` go to the MHLA core, `softmax_options` to the attention function.
+        """
         heads, cache, mask = getattr(self.mhla, "heads", None), options["cache"], softmax_options["attention_mask"]
         if softmax_is_exact(self, query.shape[2], mask, options):
             if mask is not None:
@@ -155,9 +161,9 @@ class MHLAMixer(SoftmaxMixer):
 
 
 def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether the base's own attention of T new tokens is the result, because nothing is far from any of them."""
+    """Return whether the base's own attention gives the output of all new tokens, because nothing is far from them."""
     softmax, core = getattr(attention, "softmax_heads", None), attention.mhla
-    if not isinstance(softmax, SoftmaxHeads) or torch.compiler.is_compiling():  # vLLM's softmax is another
+    if not isinstance(softmax, SoftmaxHeads) or torch.compiler.is_compiling():  # vLLM has another class
         return False
     if (
         not hasattr(core, "options") or not core.settings.windowed
@@ -258,7 +264,7 @@ def new_columns(mask: Tensor, length: int, seen: Any) -> Tensor:
 
 
 def real_columns(mask: Any, batch: int, length: int, seen: Any) -> Tensor | None:
-    """Return which tokens are not padding, bool [B, S], by a mask [B, S] or [B, 1, T, S], or by one per type of layer."""
+    """Return which tokens are not padding, bool [B, S], by a mask [B, S] or [B, 1, T, S], or by a dict of masks."""
     mask = mask["full_attention"] if isinstance(mask, dict) else mask  # sliding layers are not converted
     if mask is None:
         return None
@@ -301,7 +307,7 @@ def packed_borders(kwargs: dict[str, Any], batch: int, seen: Any) -> Tensor | No
 
 @torch.compiler.disable(reason="position_ids or seq_idx are read by value, expected cu_seq_lens_q with them.")
 def find_borders(ids: Tensor, step: int, batch: int) -> Tensor | None:
-    """Return the borders of packed sequences, int32 [N + 1], which are where ids do not grow by `step`; None for one."""
+    """Return the borders of N packed sequences, int32 [N + 1]: where ids do not grow by `step`; None if N is 1."""
     is_border = ids.diff() != step
     if not bool(is_border.any()):
         return None

@@ -27,7 +27,7 @@ class MHLAConfig(PreTrainedConfig):
         mhla: Settings as a dictionary (`MHLASettings`). Default: relu, RoPE after the map, an RMSNorm per head instead of a
             normalizer, output gate, 32 blocks of 64 tokens.
 
-    `MHLAConfig.preset("340M")` and `MHLAConfig.preset("tiny")` return ready configurations.
+    Other arguments are as in `LlamaConfig`. `MHLAConfig.preset("340M")` and `MHLAConfig.preset("tiny")` return ready ones.
     """
 
     model_type = "mhla"

@@ -1,7 +1,7 @@
 """The paper's language model, from scratch (sections 4, 5.4 and C).
 
-It has the forward of a Llama, but no softmax. q and k are half as wide as the model, v as wide. RoPE rotates the features,
-after the map (relu). An RMSNorm per head and an output gate replace the normalizer.
+It has the forward of a Llama, but no softmax. q and k are half as wide as the model, and v is as wide. RoPE rotates the
+features, after the map (relu). An RMSNorm per head and an output gate replace the normalizer.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ class MHLALanguageMixer(nn.Module):
         self.mhla = MHLA(settings, hidden_size=config.hidden_size, norm_eps=config.rms_norm_eps, **sizes)
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
-        """Attend causally over [B, T, C]; cosines and sines of RoPE are [B or 1, T, K], the KV cache is among the kwargs."""
+        """Attend causally, [B, T, C] -> [B, T, C]; cosines and sines are [B or 1, T, K], and the KV cache is in `kwargs`."""
         projections = ((self.q_proj, self.head_dim), (self.k_proj, self.head_dim), (self.v_proj, self.value_dim))
         # [B, H, T, K or V]; tensor parallelism splits H
         heads = [project(hidden_states).unflatten(-1, (-1, width)).transpose(1, 2) for project, width in projections]

@@ -65,7 +65,7 @@ def is_rotated(attention: Any) -> bool:
 
 
 def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return R/2 cosines, then R/2 sines, [B or 1, T, 1, R], of a call of an attention module; None if it does not rotate.
+    """Return the rotation in an attention module's call: R/2 cosines, then R/2 sines, [B or 1, T, 1, R]; None without one.
 
     They are divided by the square of the scale that the base gives q and k, as in YaRN, so that `unrotate` undoes it, too.
     """
@@ -88,7 +88,7 @@ def rotation_cos_sin(attention: nn.Module, kwargs: dict[str, Any]) -> Tensor | N
 
 
 def unrotate(x: Tensor, cos_sin: Tensor | None, layout: RotationLayout) -> Tensor:
-    """Undo the rotation of q or k [B, T, H, K] by the result of `rotation_cos_sin`; `rope_interleave` stays in both."""
+    """Undo the rotation of q or k [B, T, H, K] by the result of `rotation_cos_sin`; the order of channels stays."""
     if cos_sin is None or not cos_sin.shape[-1]:
         return x
     width, rest = cos_sin.shape[-1], x.shape[-1] - cos_sin.shape[-1]

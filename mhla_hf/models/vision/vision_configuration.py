@@ -56,7 +56,7 @@ class MHLAVisionConfig(PreTrainedConfig):
     """The configuration of an image classifier from scratch (section 5.1, appendix E); by default, DeiT-T with MHLA.
 
     Args:
-        image_size: Size of which learned positions are, in pixels, one number or [height, width]. Other sizes work, too.
+        image_size: Side of images, in pixels, for which positions are learned, or [height, width]. Other sizes work, too.
         patch_size: Side of the square that a token covers after the stem, in pixels; 4 with the stem "conv".
         num_channels: Number of channels of an image.
         hidden_size, num_hidden_layers, num_attention_heads: Sizes of a model without stages; `stages` overrides them.
@@ -158,7 +158,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         return height, width
 
     def padded_sides(self, height: int, width: int) -> tuple[int, ...]:
-        """Return the height and width, in pixels, to which the model pads an image of these."""
+        """Return the height and width, in pixels, of an image of this height and width after the model has padded it."""
         if not self.pad_to_blocks:
             return height, width
         units = [self.patch_size * count for count in self.stage_list()[0]["layout"]]

@@ -70,7 +70,7 @@ class GridPositions(nn.Module):
 
 
 def grid_rotation(grid: Sequence[int], head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Compute 2-D RoPE, fp32 [T, 1, head_dim]: one half of each head is rotated by the row, the other by the column."""
+    """Compute cosines and sines of 2-D RoPE, each fp32 [T, 1, head_dim]: half of a head by row, half by column."""
     steps = torch.linspace(0, 1, head_dim // 4, device=device)
     angles = (1.0 / 10000**steps).repeat_interleave(2)
     rows = torch.arange(grid[0], device=device)[:, None, None] * angles

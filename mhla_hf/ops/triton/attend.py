@@ -70,7 +70,7 @@ def dq_kernel(
     tables, num_tokens, block_size, span, num_blocks, num_heads, queries_per_kv, queries_per_state, scale,
     K: constexpr, V: constexpr, CAUSAL: constexpr, DOT: constexpr, BT: constexpr, BK: constexpr, BV: constexpr,
 ):  # fmt: skip
-    """Compute dq [B, T, H, K] and, if normalized, r [B, T, H]: each program BK lanes of one tile of tokens.
+    """Compute dq [B, T, H, K] and, if normalized, r [B, T, H]; each program computes BK lanes of one tile of tokens.
 
     If causal, also diagonal_grad [B, H, M * chunks, K], whose sum over K is the gradient of m_ii from within a chunk.
     """

@@ -31,7 +31,7 @@ def as_tf32(x):
 @kernel
 @no_type_check
 def cast(x, dtype: constexpr):
-    """Cast, rounding to nearest even, where the interpreter would truncate fp32 to bf16."""
+    """Cast x, rounding to nearest even, also in the interpreter, which would truncate fp32 to bf16."""
     if UPCAST and dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -116,7 +116,7 @@ def tile_of(
     num_lane_tiles, key_mask, tables, num_tokens, block_size, span, num_blocks, num_heads,
     BT: constexpr, CAUSAL: constexpr, AS_KEYS: constexpr,
 ):  # fmt: skip
-    """Return what this program computes: lane tile, row, head, block, its state among those of a head, and tokens."""
+    """Return this program's lane tile, row, head, block, and state, the states per head, and what `tokens_from` returns."""
     num_parts = tl.cdiv(span, BT)
     tile, part, block, head, row = program_of(num_lane_tiles, num_parts, num_blocks, num_heads)
     low, high = block_range(block, row, tables, num_tokens, block_size)

@@ -147,7 +147,7 @@ def mix_states_grads(p_grad: Tensor, s: Tensor, mixing_dim: int, num_chunks: int
 
 
 def running_sums(s: Tensor, num_chunks: int, reverse: bool = False) -> Tensor:
-    """Sum over the chunks of a block before each, or after it: [B, G, M * num_chunks, ...] -> [B, G, M, num_chunks, ...]."""
+    """Sum the chunks of a block before each chunk or, if `reverse`, after it: [B, G, M * n, ...] -> [B, G, M, n, ...]."""
     s = s.unflatten(2, (-1, num_chunks)).float()
     s = s.flip(3) if reverse else s
     # A sum that excludes the chunk itself; subtracting it from an inclusive sum would cancel small values.

@@ -43,7 +43,7 @@ LANE_TILES = {"o": "BV", "dq": "BK", "dk": "BK", "dv": "BV"}  # tile sizes along
 
 
 class TritonInputs(NamedTuple):
-    """The arguments of the custom operators `forward` and, after do, o, and inv, `backward`; `scale` is 1 if `normalize`."""
+    """The arguments of the custom operator `forward`, and of `backward` after do, o, and inv; scale is 1 if `normalize`."""
 
     q: Tensor
     k: Tensor
@@ -63,7 +63,7 @@ class TritonInputs(NamedTuple):
 def triton_mhla(inputs: MHLAInputs) -> Tensor:
     """Compute `mhla` by Triton kernels, for inputs that `triton_refusal` accepts.
 
-    A denominator with features of its own takes a second call, with ones for values. The official one is PyTorch's.
+    A denominator with features of its own takes a second call, with ones for values; PyTorch computes the official one.
     """
     q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     blocks, causal, normalize = options.blocks, options.causal, options.normalize
@@ -154,7 +154,7 @@ class KernelCall:
         return s, z, {"states": states, "states_z": states_z, "queries_per_state": self.queries_per_state}
 
     def launch(self, kernel: TunedKernel, blocks: KernelBlocks, outputs: dict[str, Tensor], **arguments: Any) -> None:
-        """Launch a kernel, which writes the outputs [B, T, heads, width], by parameter name, for the tokens of `blocks`."""
+        """Launch a kernel for the tokens of `blocks`; `outputs` are [B, T, heads, width] tensors by parameter name."""
         batch, _, num_heads, _ = next(iter(outputs.values())).shape
 
         def grid(sizes: dict[str, int]) -> tuple[int]:

@@ -116,7 +116,7 @@ def summaries(
 
 
 def part_span(span: int, num_sums: int) -> int:
-    """Return the tokens per part, a multiple of `CHUNK`, for `ENOUGH_PROGRAMS`, but no part below `MIN_PART_TOKENS`."""
+    """Return the tokens per part: as many as `ENOUGH_PROGRAMS` allows, but at least `MIN_PART_TOKENS` or a whole block."""
     num_parts = max(1, min(span // MIN_PART_TOKENS, num_tiles(ENOUGH_PROGRAMS, num_sums)))
     return num_tiles(num_tiles(span, num_parts), CHUNK) * CHUNK
 

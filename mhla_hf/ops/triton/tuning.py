@@ -137,7 +137,7 @@ def with_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def mixing_arguments(mixing: Tensor) -> dict[str, Any]:
-    """Return a mixing matrix, whose rows are contiguous, as kernels take it; the stride of shared heads is 0."""
+    """Return the kernel arguments for a mixing matrix with contiguous rows; one for all heads has a head stride of 0."""
     head_stride = mixing.stride(0) if mixing.dim() == 3 else 0
     return {"mixing": mixing, "mixing_head_stride": head_stride, "mixing_row_stride": mixing.stride(-2)}
 

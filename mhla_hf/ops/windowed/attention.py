@@ -29,7 +29,7 @@ PIECE_TOKENS = 2048  # tokens whose windows are gathered at a time, which bounds
 
 
 class SinkTokens(NamedTuple):
-    """S sinks of each of M packed blocks or, for M = 1, of all blocks of a row."""
+    """The S sinks that each of M blocks sees if sequences are packed; else M is 1, and all blocks of a row share them."""
 
     k: Tensor  # [B, M, S, G, D]
     v: Tensor  # [B, M, S, G, V]
@@ -37,9 +37,9 @@ class SinkTokens(NamedTuple):
 
 
 class PastSums(NamedTuple):
-    """Running sums [B, G, R, K, V + 1] that the queries of one block of each row, `block` int64 [B], read.
+    """Running sums [B, G, R, K, V + 1] for the queries of one block of each row, `block` int64 [B].
 
-    With S_j from `block_summaries`, they are the sums over j <= block - window of lambda^(block - j) S_j.
+    They are the sums over j <= block - window of lambda^(block - j) S_j, with S_j from `block_summaries`.
     """
 
     sums: Tensor
@@ -70,7 +70,7 @@ def far_range(num_tokens: int, options: WindowedOptions) -> tuple[int, int]:
 def windowed_attention(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
     """Attend to near tokens by softmax and to far tokens by MHLA; `attention.py` has the formula.
 
-    With `options.both_ways`, later tokens are seen, too, and |i - j| is in place of i - j.
+    With `options.both_ways`, queries see later tokens, too, and |i - j| replaces i - j.
 
     Args:
         inputs: The inputs. Without padding and packing, q_features may have only the queries of `far_range`.
@@ -110,10 +110,10 @@ def attend_run(run: BlockRun, end_block: Tensor | None = None) -> tuple[Tensor, 
 
 
 def with_valid(run: BlockRun) -> BlockRun:
-    """Return a run whose `valid`, if it needs one, is bool [B, M * C].
+    """Return the run with `valid` as bool [B, M * C], or with None if it needs no mask.
 
-    torch.compile needs one, to have a single graph. So does a run within one window that has query features: they must get
-    gradients (of zero), because other processes may have some.
+    Padding and bidirectional attention need one, and torch.compile does, for a single graph. So does a run within one window
+    that has query features: these then get gradients of zero, because distributed training needs some from every process.
     """
     (valid, q, q_features), options = (run.valid, run.inputs.q, run.inputs.q_features), run.inputs.options
     num_blocks = run.block_index.shape[1]
@@ -236,7 +236,7 @@ def far_factor(far: Tensor, balance: Tensor, total: Tensor) -> Tensor:
 
 
 def take_window(x: Tensor, options: WindowedOptions, begin: int, end: int) -> Tensor:
-    """Return the tokens that blocks `begin` to `end` see, 0 beyond the run: [B, M * C, G, D] -> [B, G, tokens, D]."""
+    """Return the tokens in the windows of some blocks: [B, M * C, G, D] -> [B, G, tokens, D], with zeros beyond the run."""
     first = (begin - options.window + 1) * options.block_size
     last = (end + (options.window - 1 if options.both_ways else 0)) * options.block_size
     inside = x[:, max(first, 0) : last].transpose(1, 2)
@@ -246,7 +246,7 @@ def take_window(x: Tensor, options: WindowedOptions, begin: int, end: int) -> Te
 
 
 def gather_windows(x: Tensor, sinks: Tensor, size: int, mask: Tensor) -> Tensor:
-    """Copy what each block sees of sinks and of x from `take_window`: [B * m, G, S + W * C, D]."""
+    """Copy the sinks and the W blocks of x, from `take_window`, that each of m blocks sees: [B * m, G, S + W * C, D]."""
     window = x.unfold(2, mask.shape[-1] - sinks.shape[3], size).permute(0, 2, 1, 4, 3)  # [B, m, G, W * C, D]
     return torch.cat([sinks.expand(-1, window.shape[1], -1, -1, -1), window], 3).flatten(0, 1)
 
@@ -300,7 +300,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Tensor, weight: Tenso
 
 
 def read_far(q_features: Tensor, far_sums: Tensor, weight: Tensor) -> Tensor:
-    """Read sums [B, G, m, R, K, V + 1] by features [B * m, G, N, K] and weights [H, R]: [B * m, G, N, V + 1]."""
+    """Multiply features [B * m, G, N, K] by far sums [B, G, m, R, K, V + 1] with weights [H, R], to [B * m, G, N, V + 1]."""
     weight = weight.view(q_features.shape[1], -1, 1, weight.shape[1], 1)  # [G, H / G, 1, R, 1]
     # Multiplied by the weights, the features read all R sums in one product.
     features = q_features.to(far_sums.dtype).unflatten(2, (weight.shape[1], -1))[..., None, :] * weight
@@ -324,9 +324,9 @@ def advance(run: BlockRun, summaries: Tensor, decays: Decays, end_block: Tensor)
 
 
 def block_summaries(run: BlockRun) -> Tensor:
-    """Compute the sum of k v^T over the keys of each block but for sinks (paper eq. 4), and as last column that of k.
+    """Compute the summary of each block: the sum of k v^T over its keys (paper eq. 4), and that of k as last column.
 
-    [B, G, M, K, V + 1] in fp32, or in fp64 if an input is.
+    Sinks are left out. The result is [B, G, M, K, V + 1], in fp32 or, if an input is, in fp64.
     """
     options, index, v, k_features = run.inputs.options, run.block_index, run.inputs.v, run.k_features
     dtype = torch.promote_types(torch.promote_types(k_features.dtype, v.dtype), torch.float32)

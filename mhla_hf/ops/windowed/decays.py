@@ -1,7 +1,7 @@
-"""Mixing by decays: a mixing matrix m[i, j] = sum_r w_r lambda_r^(i - j) that is never materialized.
+"""Mixing by decays: a mixing matrix m[i, j] = sum_r w_r lambda_r^(i - j) that causal attention never materializes.
 
-A query block reads earlier blocks through R running sums of their summaries, which a scan computes at a cost that is linear
-in the number of blocks, where a mixing matrix is quadratic.
+A query block reads earlier blocks through R running sums of their summaries. A scan computes these in time linear in the
+number of blocks; with a mixing matrix, it would be quadratic.
 """
 
 from dataclasses import dataclass

@@ -36,14 +36,14 @@ class WindowedState(RingState):
     cos_sin: Tensor  # [B, S, 1, A], cosines and sines of the rotation of keys, which the far part undoes; A may be 0
     running: Tensor  # [B, G, R, V + 1, K], the sums
     pending: Tensor  # [B, G, V + 1, K], the incomplete summary of the block that enters `running` next
-    cropped: int = 0  # number of tokens that `crop` has removed, and `rewind` not yet from the sums
+    cropped: int = 0  # number of cropped tokens that are still in the sums, until `rewind` removes them
 
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def empty(
         k: Tensor, v: Tensor, num_rates: int, num_features: int, options: WindowedOptions, cos_sin: Tensor | None = None
     ) -> "WindowedState":
-        """Create a state without tokens, for k and v [B, T, G, ...] and cos_sin [..., A] (None if unrotated) like these."""
+        """Create an empty state with the sizes and dtypes of k, v [B, T, G, ...], and cos_sin [..., A] (None: unrotated)."""
         cos_sin = k.new_zeros(0) if cos_sin is None else cos_sin
         batch, _, num_kv_heads, value_dim = v.shape
         num_slots = options.sinks + (options.window + 1) * options.block_size
@@ -113,7 +113,7 @@ def continue_windowed(
     Gradients flow among new tokens, but not through the state; a single token after earlier ones gets none.
 
     Args:
-        inputs: The new tokens.
+        inputs: Those of the new tokens; cu_seqlens is ignored.
         map_keys: Computes the features of keys for the far part; see `KeyMap`.
         state: The state; changed in place.
         fresh: Whether the state is empty, so that it need not be read.
@@ -269,7 +269,7 @@ def attend_token(
     q: Tensor, q_features: Tensor, k: Tensor, v: Tensor, running: Tensor, mask: Tensor, block: Tensor,
     inputs: WindowedInputs,
 ) -> Tensor:  # fmt: skip
-    """Attend by one token per row, which the state holds already: o [B, H, V] in the dtype of the sums.
+    """Compute the output of one token per row that the state already holds: o [B, H, V] in the dtype of the sums.
 
     q is [B, H, D], q_features [B, H, K]; k, v, and running are those of a `WindowedState`, the mask [B, 1, 1, S] is from
     `make_mask`, and `block` int64 [B] that of the token. The inputs are read for decays, balance, and options only.

@@ -19,7 +19,7 @@ class WindowedOptions:
     normalize: bool = True  # whether outputs are divided by the sum of the weights
     impl: str = "auto"  # as in `mhla`, for steps in the pages of a serving engine; all else is PyTorch
     unrounded: bool = True  # whether outputs stay in the dtype of the sums, at least fp32, instead of v's
-    both_ways: bool = False  # whether queries see later tokens, too, those of `window - 1` more blocks as near ones
+    both_ways: bool = False  # whether queries see later tokens, too; those of the next `window - 1` blocks are near
     salient: int = 0  # tokens per KV head that stay visible after they have left the window (`salient.py`)
 
 

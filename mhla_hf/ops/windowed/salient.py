@@ -1,9 +1,9 @@
 """Causal softmax over a window, sinks, and salient tokens: those of the past that a KV head attended to most.
 
 A token leaves the window when the block `window` blocks after its own begins. In the block before, every `VOTE_EVERY`-th
-query votes for it, with its softmax weight over window and sinks, the largest of the query heads that share the KV head. Of
-all tokens that have left the window, the N = `options.salient` with the most votes stay visible; of equal ones, the earlier.
-Votes never change, so N slots hold them, and a dropped token never comes back. No gradient flows through the choice.
+query votes for it with its softmax weight over window and sinks, the largest among the query heads that share the KV head.
+Of all tokens that have left the window, the N = `options.salient` with the most votes stay visible; ties go to the earlier.
+Votes for such tokens never change, so a dropped one never comes back, and N slots suffice. The choice has no gradient.
 
 Votes are rounded to whole numbers of 1 / VOTE_UNITS, so their sum does not depend on the order. A token's rank is an int64
 with votes in its high bits and position in its low ones; the larger is better, and -1 is no token.
@@ -27,7 +27,7 @@ PIECE_BLOCKS = 32  # blocks whose keys are gathered at a time, which bounds the 
 
 
 def voting_places(options: WindowedOptions) -> slice:
-    """Return which queries of a block vote."""
+    """Return the slice of a block's queries that vote."""
     every = min(VOTE_EVERY, options.block_size)
     return slice(every - 1, None, every)
 
@@ -45,7 +45,7 @@ def position_of(rank: Tensor) -> Tensor:
 
 
 def count_votes(score: Tensor, lse: Tensor, is_vote: Tensor) -> Tensor:
-    """Sum the votes of T queries: score [..., H / G, T, S], lse [..., H / G, T], and bool [..., T, S] -> int32 [..., S]."""
+    """Sum the votes of T queries for C tokens, int32 [..., C], from score [..., H / G, T, C] and lse [..., H / G, T]."""
     weight = torch.exp(score - lse[..., None]).amax(-3)
     return torch.where(is_vote, (weight * VOTE_UNITS).round(), 0).sum(-2).to(torch.int32)
 
@@ -58,7 +58,7 @@ class KeyLists(NamedTuple):
     block: Tensor  # int64 [B or 1, M], the index of each block in its sequence
     near: Tensor  # int64 [B or 1, M, S + window * C], the places of sinks and window
     is_near: Tensor  # bool, likewise, which of them are keys
-    is_full: bool  # whether all are from the `window`-th block on, and rows have no tokens before the run
+    is_full: bool  # whether all are keys from the `window`-th block on, and rows begin with the run
 
     def rows(self, near: Tensor, num_kv_heads: int) -> Tensor:
         """Turn places [B or 1, G or 1, m, L] into rows of the flattened k and v, [B * m, G, L]."""
@@ -68,7 +68,7 @@ class KeyLists(NamedTuple):
 
 
 class SalientStart(NamedTuple):
-    """What a state passes to a run."""
+    """The votes and tokens of a state from which a run of new tokens continues."""
 
     block: Tensor  # int64 [B, 1], the newest block that the state has opened
     cast: Tensor  # int32 [B, G, C], the votes so far for the first block of its window
@@ -117,7 +117,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def sum_rows(grad: Tensor, rows: Tensor, x: Tensor) -> Tensor:
-    """Undo `take_rows` of x for gradients, which are summed in at least fp32."""
+    """Compute the gradient of x from that of `take_rows`, with sums in at least fp32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(x.shape, dtype=dtype, device=x.device)
     return total.index_add_(0, rows.flatten(), grad.flatten(0, 2).to(dtype)).to(x.dtype)
@@ -165,8 +165,8 @@ def list_keys(
 ) -> KeyLists:  # fmt: skip
     """List the keys of M blocks, `block` int64 [B or 1, M], among k and v [B, P, G, ...].
 
-    The places of tokens from the first window on are `place` int64 [B or 1, (window - 1 + M) * C], and those of sinks
-    `sinks` [B or 1, M or 1, S]; negative for none. `valid` bool [B or 1, P] are the keys.
+    `place` int64 [B or 1, (window - 1 + M) * C] has the places of the tokens from the first window on, `sinks` int64
+    [B or 1, M or 1, S] those of sinks, negative for none. `valid` bool [B or 1, P] says which tokens are keys.
     """
     size, window = options.block_size, options.window
     batch, num_blocks = max(len(place), len(valid), len(block)), block.shape[1]
@@ -291,6 +291,6 @@ def choose_salient(
 
 
 def best_tokens(rank: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ranks and places [B, G, count] of the best of some tokens [B, G, S]."""
+    """Return the ranks and places [B, G, count] of the tokens with the highest ranks, best first, from those [B, G, L]."""
     rank, order = rank.topk(count, -1)
     return rank, place.gather(-1, order)

@@ -51,7 +51,7 @@ class SalientStep(NamedTuple):
 def plan_salient_step(
     position: Tensor, furthest: Tensor, valid: Tensor, options: WindowedOptions, starts: Tensor | None = None
 ) -> SalientStep:  # fmt: skip
-    """Plan a step of every row of a `SalientState`, which has these tensors."""
+    """Plan a step of every row from the `position`, `furthest`, and `valid` of a `SalientState`."""
     size, reach, num_slots = options.block_size, options.window * options.block_size, valid.shape[1]
     rows = torch.arange(len(position), device=position.device)[:, None]
     tokens = torch.arange(size, device=position.device)
@@ -103,7 +103,7 @@ class SalientState(RingState):
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def empty(k: Tensor, v: Tensor, options: WindowedOptions) -> "SalientState":
-        """Create a state without tokens, for k and v [B, T, G, ...] like these."""
+        """Create an empty state whose sizes, dtypes, and device are those of k and v [B, T, G, ...]."""
         batch, num_kv_heads = len(k), k.shape[2]
         num_slots = options.sinks + (options.window + 1) * options.block_size
         length, size, count = num_slots + options.salient, options.block_size, options.salient
@@ -120,7 +120,7 @@ class SalientState(RingState):
         )
 
     def start(self, options: WindowedOptions) -> SalientStart:
-        """Return what a run continues from."""
+        """Return the votes so far, and the ranks and places of all tokens that can be salient."""
         size, reach, num_slots = self.block_size, options.window * self.block_size, self.valid.shape[1]
         last = torch.maximum(self.position, self.furthest)[:, None] - 1
         block = last.clamp(min=0) // size
@@ -143,7 +143,7 @@ def continue_salient(
     Args:
         q, k, v, options: As in `salient_attention`.
         state: The state; changed in place.
-        starts: int64 [B], the first real one of the new tokens of each row.
+        starts: int64 [B], index of the first real token among the new ones of each row.
         fresh: Whether the state is empty, so that it need not be read.
         plan: The plan of the step of a single token, if another layer has made it already.
 
@@ -196,10 +196,10 @@ def write_salient(
     state: SalientState, chosen: SalientTokens, keys: KeyLists, valid: Tensor, places: TokenPlaces, end: Tensor,
     options: WindowedOptions,
 ) -> None:  # fmt: skip
-    """Update a state to `end` tokens int64 [B] after a run, whose keys are `valid` bool [B, P]."""
+    """Write a run, whose keys are `valid` bool [B, P], into a state, which then has seen `end` int64 [B] tokens."""
     num_slots, rows, heads = state.valid.shape[1], *(torch.arange(n, device=end.device) for n in state.rank.shape[:2])
     done = torch.maximum(state.position, state.furthest)
-    # The last block among those of the run. Where no token is newer than all before a crop, nothing is chosen again.
+    # Index in the run of the last block. Rows that only repeat positions from before a crop keep their choice.
     last = (torch.maximum(end, done) - 1).clamp(min=0) // options.block_size - keys.block[:, 0]
     last, grows = last.clamp(max=keys.block.shape[1] - 1), (end > done)[:, None, None]
     kept = chosen.place[rows, :, last].clamp(min=0)
@@ -222,7 +222,7 @@ def salient_step(
     """Compute `continue_salient` for one token of every row.
 
     The computation does not depend on positions, so one compiled graph serves all steps. Rows with `starts` of 1 do not take
-    part: their state stays as it is.
+    part: they get zeros, and their position, votes, and salient tokens stay as they are.
     """
     num_slots, num_kv_heads = state.valid.shape[1], k.shape[2]
     rows, heads = torch.arange(len(q), device=q.device)[:, None], torch.arange(num_kv_heads, device=q.device)

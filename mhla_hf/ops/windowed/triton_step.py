@@ -28,7 +28,7 @@ def advance_kernel(
     block_size, window, sinks, num_slots, num_kv_heads,
     R: constexpr, U: constexpr, V: constexpr, F: constexpr, BV: constexpr, BF: constexpr,
 ):  # fmt: skip
-    """Advance the sums of a page by one token: each program BV rows of the sums of one request and KV head.
+    """Advance the sums of a page by one token; each program updates BV rows of the sums of one request and KV head.
 
     k_features [N, G, F] are those of the token that enters the pending summary; log_rate is fp32 [G, R]. See `page_step` for
     the others.
@@ -71,7 +71,7 @@ def page_attention_kernel(
     R: constexpr, U: constexpr, D: constexpr, V: constexpr, F: constexpr, NORMALIZE: constexpr,
     BT: constexpr, BD: constexpr, BV: constexpr, BF: constexpr,
 ):  # fmt: skip
-    """Compute o [N, H, V], the attention of one new token per request: each program BV lanes of one request and head.
+    """Compute o [N, H, V], the attention of one new token per request; each program computes BV lanes of one query head.
 
     weight is fp32 [H, R], power and balance are fp32 [H] or None. See `page_step` for the others.
     """
@@ -146,8 +146,8 @@ def page_step(
     """Continue `windowed_attention` by one token per request, as `windowed_step` does, and update its pages in place.
 
     Args:
-        q: [N, H, D].
-        q_features: [N, H, F].
+        q: [N, H, D], rotated queries of the new tokens; features if there is no balance.
+        q_features: [N, H, F], their features for the far part.
         k_features: [N, G, F], the features of the key `options.window - 1` blocks before the new token; ignored if there is
             none.
         parts: What all pages hold, by the names of `WindowedState`: "running" [pages, U, R, V + 1, F], "pending"
@@ -158,7 +158,7 @@ def page_step(
         decays, balance, options: As in `WindowedInputs`.
 
     Returns:
-        fp32 [N, H, V].
+        The outputs, fp32 [N, H, V].
     """
     batch, num_heads, key_width = q.shape
     _, heads_per_page, num_slots, value_width = parts["v"].shape

@@ -208,7 +208,6 @@ class ImageReader(Reader):
         current_samples = self.next_samples or self.pool.map(self._make_sample, [self.next + row for row in needed])
         self.next_samples = self.pool.map(self._make_sample, [self.next + count + row for row in needed])
         samples = dict(zip(needed, current_samples, strict=True))
-        # [rows, C, H, W] and [rows, classes]
         pixels, targets = map(torch.stack, zip(*(samples[row] for row in row_numbers), strict=True))
         if is_mixed:
             others = map(torch.stack, zip(*(samples[row] for row in partners), strict=True))
@@ -266,7 +265,7 @@ class ImageReader(Reader):
 def draw_random_box(
     random: numpy.random.Generator, size: tuple[int, int], min_area: float, max_area: float = 1.0
 ) -> tuple[float, float, float, float]:
-    """Return left, top, right and bottom of a random box in an image of `size` (width, height), in pixels."""
+    """Return left, top, right, bottom of a random box in an image of `size` (width, height); areas are fractions of it."""
     area = random.uniform(min_area, max_area)
     aspect = numpy.exp(random.uniform(-numpy.log(MAX_ASPECT), numpy.log(MAX_ASPECT)))
     width, height = min(1.0, (area * aspect) ** 0.5), min(1.0, (area / aspect) ** 0.5)

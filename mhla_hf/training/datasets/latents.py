@@ -28,7 +28,7 @@ CONDITION_COLUMNS = {
     "image_embeds": "encoder_hidden_states_image",
     "control": "control_hidden_states",
 }
-# What a sample without its condition lacks. It keeps images, as in classifier-free guidance.
+# What `drop_condition` removes from a sample. Images stay, as in classifier-free guidance.
 DROPPED = ("prompt", "class_labels", "encoder_hidden_states", "encoder_attention_mask")
 
 # Condition of one sample: tensors by argument of the transformer, and possibly a text, "prompt".
@@ -94,11 +94,11 @@ class LatentReader(Reader):
 
 
 class TrajectoryReader(Reader):
-    """Reads trajectories of the teacher, one per row of the batch, input by input, and samples others at their end."""
+    """Reads one trajectory of the teacher per row, one input per batch, and samples new trajectories at their end."""
 
     def __init__(self, key: Key, state: dict[str, Any] | None) -> None:
         super().__init__(key, state)
-        self.position: int = state["position"] if state else 0  # in the current trajectories; `next` is their number
+        self.position: int = state["position"] if state else 0  # in trajectories; `next` counts batches of them
         self.trajectories: list[list[Any]] = []
 
     def state(self) -> dict[str, Any]:
@@ -121,11 +121,11 @@ class TrajectoryReader(Reader):
 
     @abc.abstractmethod
     def collate(self, inputs: Sequence[Any]) -> Batch:
-        """Make a batch of inputs."""
+        """Return the tensors of a batch, by name, from one input per row."""
 
 
 class PointReader(TrajectoryReader):
-    """Reads points (latents, time, condition) of trajectories sampled by the teacher, (transformer, scheduler)."""
+    """Reads points (latents, time, condition) of trajectories that `teacher`, a transformer and its scheduler, samples."""
 
     def __init__(
         self, teacher: tuple[Any, Any], shape: tuple[int, ...], conditions: ConditionEncoder, stage: DiffusionStage,
@@ -215,7 +215,7 @@ class TextConditions:
         return {"prompt": self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions that all B samples have, [B, ...] each; a sample without a text has the empty one's."""
+        """Return the conditions that all B samples have, [B, ...] each. A sample without text gets the empty text's."""
         texts = [sample["prompt"] for sample in samples if "prompt" in sample]
         encoded: Conditions = {}
         if texts or (self.empty is None and any("encoder_hidden_states" not in sample for sample in samples)):

@@ -46,7 +46,7 @@ class Task(abc.ABC, Generic[StageT]):
         self.preprocessor = preprocessor  # a tokenizer or image processor that is saved with the model
         # The loop sets these. With FSDP, only the main process has the student's weights.
         self.show_bars, self.has_weights = False, True
-        # In the second of two `parts`, of the first: the hash of the student before training, and the record.
+        # The second of two `parts` gets the hash of the first's student before training, and the first's record.
         self.earlier_student: str | None = None
         self.earlier_record: dict[str, Any] | None = None
 
@@ -115,7 +115,7 @@ class Task(abc.ABC, Generic[StageT]):
 
 
 def load_weights(model: Any, folder: Path, subfolder: str = "") -> None:
-    """Load the weights in a folder, or of a pipeline's component `subfolder`, into a model in place."""
+    """Load saved weights into a model in place; `subfolder` names a component if the folder holds a pipeline."""
     trained = type(model).from_pretrained(folder, subfolder=subfolder, dtype=model.dtype)
     model.load_state_dict(trained.state_dict())
 

@@ -195,11 +195,11 @@ class DiffusionTask(Task[DiffusionStage]):
         return PointReader(teacher, self._latent_shape(stage), source.conditions, stage, key, state, self.show_bars)
 
     def previewer(self, source: Any) -> Callable[[DiffusionStage, int], list[Any]]:
-        """Return a function that samples for the first row of the data; ValueError if that lacks a pipeline's arguments."""
+        """Return a function that samples for the first row of the data, whose arguments must fit the pipeline."""
         arguments: dict[str, Any] = {"class_labels": [0]}
         if source.arguments is not None:
             arguments = dict(source.arguments.rows[0])
-        elif source.latents is not None:  # the class or prompt beside the first of them
+        elif source.latents is not None:  # the class or prompt of the first sample
             condition = source.latents.sample(0)[1]
             names = {"prompt_embeds": "encoder_hidden_states", "prompt_attention_mask": "encoder_attention_mask"}
             arguments = {name: condition[key][None] for name, key in names.items() if key in condition}

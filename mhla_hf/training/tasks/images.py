@@ -21,7 +21,7 @@ def is_classifier(model: Any) -> bool:
 
 
 def get_tower(model: Any) -> Any:
-    """Return the model below a classifier's head; `base_model` of a vision tower may lack the embeddings."""
+    """Return a classifier without its head, or a vision tower itself, whose `base_model` may lack the embeddings."""
     return model.base_model if is_classifier(model) else model
 
 

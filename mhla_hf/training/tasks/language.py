@@ -90,11 +90,11 @@ def next_token_loss(
     temperature: float = 1.0, ce_weight: float = 0.0, head: OutputHead | None = None,
     to_teacher_targets: Callable[..., Tensors] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return sums over N tokens, fp32 [3]: T^2 * KL(teacher / T || student / T) + ce_weight * CE, the KL, and the CE.
+    """Return sums over N tokens, fp32 [3]: KL + ce_weight * CE (the only one with a gradient), KL, and CE.
 
-    Each token counts by its weight, fp32 [N]. `student` are the inputs of `head` [N, width] or the logits. `teacher` are the
-    logits; or the k most likely tokens [N, k] and their log-probabilities, all others being merged into one; or what
-    `to_teacher_targets` makes these of. Only the first sum has a gradient.
+    With the temperature T, KL is T^2 * KL(teacher / T || student / T). Each token counts by its weight, fp32 [N]. `student`
+    are the inputs of `head` [N, width] or, without a head, the logits. `teacher`, or what `to_teacher_targets` makes of it,
+    are logits, or the k most likely tokens [N, k] and their log-probabilities, where all others count as one token.
     """
 
     def chunk_loss(
