@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..nn.settings import MHLASettings
 from .fit import AskingRow, Rows, compared_positions, highest_scores, score_heads
 from .sizes import LayerSizes, sizes_of_conversion
 from .steps import is_number, parse_share
-from .teacher import ChangedCore, log_probabilities, mean_kl, mhla_layers, replaced_cores, softmax_instead
+from .teacher import KeptHeadsCore, log_probabilities, mean_kl, mhla_layers, replaced_cores, softmax_instead
 from .transformers_models import restore_softmax
 
 logger = logging.getLogger("mhla_hf")
@@ -169,13 +168,13 @@ def measure_candidates(model: Any, row: AskingRow, points: Sequence[Point], bar:
     layers = mhla_layers(model)
     with softmax_instead(model):
         teacher, original = measure()
-    change = partial(ChangedCore, num_tokens=row.ids.shape[1], notify=bar.update)
     for point in points:
         set_salient(model, point["salient"])
-        with replaced_cores(layers, change) as cores:
-            for index, core in cores.items():
-                core.change.fill_(1.0)
-                core.change[:, point["kept_heads"].get(index, [])] = 0.0
+        kept_cores = {
+            layers[index].mhla: KeptHeadsCore(layers[index].mhla, point["kept_heads"].get(index, ()), bar.update)
+            for index in layers
+        }
+        with replaced_cores(layers, kept_cores.__getitem__):
             point |= measure()[1]
     return original
 

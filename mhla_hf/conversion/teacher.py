@@ -63,6 +63,31 @@ class ChangedCore(nn.Module):
         return o + change[..., None] * difference
 
 
+class KeptHeadsCore(nn.Module):
+    """Computes softmax attention in some KV heads of an MHLA core, and MHLA in the others, for rows without padding.
+
+    `notify` is called after each forward pass.
+    """
+
+    def __init__(self, core: Any, kept_heads: Sequence[int], notify: Callable[[], object]) -> None:
+        super().__init__()
+        self.core, self.kept_heads, self.notify = core, list(kept_heads), notify
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
+    ) -> torch.Tensor:
+        o = self.core(q, k, v, scale=scale, **options)
+        if self.kept_heads:
+            by_kv_head = o.unflatten(2, (k.shape[2], -1))
+            queries = q.unflatten(2, (k.shape[2], -1))[:, :, self.kept_heads].flatten(2, 3)
+            kept = softmax_attention(
+                queries, k[:, :, self.kept_heads], v[:, :, self.kept_heads], scale, self.core.causal
+            )
+            by_kv_head[:, :, self.kept_heads] = kept.unflatten(2, (len(self.kept_heads), -1)).to(o.dtype)
+        self.notify()
+        return o
+
+
 def is_encoder(model: Any) -> bool:
     return family_of(model) in ENCODERS
 
