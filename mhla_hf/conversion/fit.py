@@ -1,8 +1,8 @@
 """Fitting the MHLA heads of a converted text model to its softmax original, and scoring its KV heads.
 
 The base's weights never change. First, every MHLA layer that has parameters learns the output of its softmax original, on
-the inputs that the original's layer gets (`OutputFit`). Then one backward pass of the original tells how much its loss
-depends on what each KV head would lose (`score_heads`).
+the inputs that the original's layer gets (`OutputFit`). Then one backward pass of the original per row tells how much its
+loss depends on what each KV head would lose (`score_heads`).
 """
 
 from collections.abc import Callable, Sequence

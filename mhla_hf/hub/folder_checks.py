@@ -147,7 +147,9 @@ def _check_code_names(file: Path) -> None:
             raise ValueError(f"{file}: got {reference!r} for {auto_class}, expected a class of the model's own source.")
     for key in CODE_KEYS:
         if content.get(key) and content[key] is not auto_map:
-            raise ValueError(f"{file}: got {key} {content[key]!r:.80}, which names code, expected only its own.")
+            raise ValueError(
+                f"{file}: got {key} {content[key]!r:.80}, which names code, expected none but in config.json's auto_map."
+            )
 
 
 def check_weights(folder: Path) -> str:

@@ -8,7 +8,7 @@ from ..ops.windowed.decays import Decays
 from .heads import HeadSplit
 from .settings import MHLASettings
 
-INITIAL_DECAY_WEIGHT = 0.01  # of all decays but the first, which gets the rest
+INITIAL_DECAY_WEIGHT = 0.01  # of each decay but the first, which gets the rest
 INITIAL_RATES = (0.9, 0.7, 0.4)  # lambda of the decays after the first; further ones halve the last
 INITIAL_FREE_RATE = 0.98  # lambda of the first decay, if it is learned
 INITIAL_POWER = 0.5

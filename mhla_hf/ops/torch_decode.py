@@ -28,7 +28,7 @@ def torch_step(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 
 
 def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
-    """Compute the outputs [B, T, H, V] of T new tokens per row, which all fit into the open block of their row."""
+    """Compute the outputs [B, T, H, V] of T new tokens per row, which all fit into the open block, and update the state."""
     q, mixing, q_den, device = inputs.q, inputs.mixing, inputs.q_den, inputs.q.device
     sum_dtype, size, num_tokens = state.summaries.dtype, state.block_size, q.shape[1]
     block, offset = state.length // size, state.length % size

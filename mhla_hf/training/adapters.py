@@ -61,6 +61,7 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
 
     Raises:
         TypeError: `model` is not converted.
+        ImportError: PEFT is not installed.
     """
     mhla_layers(model)
     modules_to_save = [*(lora.pop("modules_to_save", None) or ()), "mhla"]

@@ -118,7 +118,7 @@ def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
 
 
 def grid_of_positions(positions: Tensor, num_tokens: int) -> tuple[Any, ...]:
-    """Return rows and columns, or for several images a tuple of each, from positions [T, 3] or [B, T, 3 or 4] (Flux)."""
+    """Return (rows, columns), or for several images a tuple of pairs, from positions [T, 3] or [B, T, 3 or 4] (Flux)."""
     places = positions.reshape(-1, num_tokens, positions.shape[-1])[0, :, 1:3].long().cpu()
     first_tokens = (places == 0).all(-1).nonzero().flatten().tolist()
     images = places.tensor_split(first_tokens[1:])

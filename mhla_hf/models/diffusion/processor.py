@@ -56,7 +56,10 @@ class GridState(threading.local):
 
 
 class GridCheckpoint:
-    """Recomputes each block with the grid of its forward pass; an object, so that a copied model refers to its own state."""
+    """Wraps a gradient checkpointing function, so that each block is recomputed with the grid of its forward pass.
+
+    It is a class and not a closure, so that a deep copy of a model refers to the copy's own state.
+    """
 
     def __init__(self, state: GridState, function: Callable[..., Any]):
         self.state = state
@@ -258,7 +261,7 @@ def text_masks(
         mask = mask.roll(num_text, -1)
         mask = mask if mask.shape[2] == 1 else mask.roll(num_text, 2)
     of_grid = mask[:, :, -1:, :num_text]
-    if mask.dtype != torch.bool:  # relative to the keys of the grid
+    if mask.dtype != torch.bool:  # added to the scores, where the keys of the grid get 0
         of_grid = of_grid - mask[:, :, -1:, -1:]
     return of_grid, mask[:, :, :num_text]
 

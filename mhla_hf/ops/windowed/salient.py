@@ -269,7 +269,7 @@ def choose_salient(
     chosen = [(best, place)]
     if start is not None:
         votes = votes + torch.where(block == start.block, 1, 0)[:, None, :, None] * start.cast[:, :, None]
-        # After a crop to an earlier block, some of them are in the window of the first block.
+        # After a crop to an earlier block, some tokens of `start` are in the window of the first block.
         oldest = (block[:, :1] - window + 1) * size
         outside = start.rank.masked_fill(position_of(start.rank) >= oldest[:, None], -1)
         chosen = [best_tokens(outside, start.place, count)]

@@ -100,7 +100,10 @@ class DiffusionTask(Task[DiffusionStage]):
         self.batch: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # see `DiffusionObjective`
 
     def parts(self) -> tuple[Task, ...]:
-        """Return a task for each transformer of Wan 2.2: first high noise, which is saved alone, then low noise."""
+        """Return the tasks to train in turn: this one, or in a pipeline with two transformers (Wan 2.2) one for each.
+
+        The first is for high noise and saves its transformer alone; the second is for low noise and saves the pipeline.
+        """
         if all(getattr(model, TRANSFORMERS[1], None) is None for model in self.models):
             return (self,)
         for argument, model in zip(("student", "teacher"), self.models, strict=True):
