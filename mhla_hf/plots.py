@@ -45,14 +45,14 @@ def draw_heads(measured: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def sort_lengths(by_length: Mapping[str, Any]) -> list[str]:
-    """Return the keys, numbers of tokens as strings, sorted as numbers; saved configurations sort them as text."""
-    return sorted(by_length, key=int)
+def sort_numbers(by_number: Mapping[str, Any]) -> list[str]:
+    """Return the keys, numbers as strings, sorted as numbers; saved configurations sort them as text."""
+    return sorted(by_number, key=int)
 
 
 def tabulate_curve(measured: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a table of `measured["curve"]`: scores and cache sizes of the original and each choice."""
-    lengths = sort_lengths(measured["cache_bytes"])
+    lengths = sort_numbers(measured["cache_bytes"])
     rows = []
     for point in measured["curve"]:
         cells = [
@@ -95,12 +95,10 @@ def render_report(measured: Mapping[str, Any]) -> str:
         lengths = list(measured["original"]["cosine"])
         rows = [[name, *(f"{values['cosine'][length]:.4f}" for length in lengths)] for name, values in scores.items()]
         return render_rows(["held-out text", *(f"cosine, {length} tokens" for length in lengths)], rows)
-    caches = [
-        f"cache at {int(tokens):,} tokens: {sizes['converted'] / 2**20:,.1f} MiB of {sizes['softmax'] / 2**20:,.1f}"
-        for tokens, sizes in (
-            (tokens, measured["cache_bytes"][tokens]) for tokens in sort_lengths(measured["cache_bytes"])
-        )
-    ]
+    caches = []
+    for tokens in sort_numbers(measured["cache_bytes"]):
+        converted, softmax = (measured["cache_bytes"][tokens][name] / 2**20 for name in ("converted", "softmax"))
+        caches.append(f"cache at {int(tokens):,} tokens: {converted:,.1f} MiB of {softmax:,.1f}")
     rows = []
     for name, values in scores.items():
         kl = f"{values['kl']:.4f}" if "kl" in values else "0"

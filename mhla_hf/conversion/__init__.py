@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..checkpoints.file_io import check_writable
 from ..nn.settings import MHLASettings
 from .model_family import is_of_diffusers, note_classes, transformers_of
 from .steps import converting
@@ -51,21 +50,21 @@ def convert(
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
             diffusers, or a pipeline with one or two, of the families in `models/families.py`. Save a tower inside a larger
             model, such as `CLIPModel.vision_model`, by its own `save_pretrained`: the larger model's would load as softmax.
-            A pipeline that was not given, but holds the transformer, needs `pipe.transformer = model` before it is saved.
+            A pipeline that holds a transformer given alone needs `pipe.transformer = model` before it is saved.
         settings: All settings at once. Default: those of the model's family.
         tokenizer: The model's tokenizer. Without it, `text` is token ids, and heads are chosen without asking for facts.
         text: What to choose heads by and to learn from: a text file, a folder of text files, a dataset, a list of texts,
-            int64 token ids [N], or "self" for text that a language model samples. About 10,000 tokens are read, 50,000
-            with `salient=0`, 100,000 for an encoder. Default: none, since training may follow.
+            int64 token ids [N], or "self": the model samples. About 10,000 tokens are read, 50,000 with `salient=0`,
+            100,000 for an encoder. Default: none, since training may follow.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             the original samples eight; or a function that runs it: `lambda generator: pipe("a cat", generator=generator)`.
             For a vision model, unlabeled images [N, C, height, width].
-        keep: How much of a language model's KV cache keeps softmax, with `text`: a share of the KV heads, their number, a
-            percentage such as "17%", or the size of one sequence's cache at `context` tokens, such as "64MiB". Default:
-            "auto", the smallest cache that keeps enough. Unless `salient` is given, a size and "auto" choose it, too. With
-            `samples`, how many layers keep softmax. Default: the family's number; none with `settings` or `layers`.
-        context, tolerance: Number of tokens at which caches are compared (default: the model's positions), and KL to the
-            original that `keep="auto"` accepts, in nats per token (default: 0.02).
+        keep: With `text`, how much keeps softmax: a share of the KV heads, their number, a percentage such as "17%", or the
+            size of a sequence's cache at `context` tokens, such as "64MiB". Default: "auto", the smallest cache that keeps
+            enough. A size and "auto" choose `salient`, too, unless it or `settings` is given. With `samples`, how many
+            layers keep softmax; default: the family's number, none with `settings` or `layers`.
+        context: Number of tokens at which caches are compared. Default: the model's positions.
+        tolerance: KL to the original that "auto" accepts, in nats per token. Default: 0.02.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; before those of `settings`.
             Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
         effort: Multiplies the rows and steps of `text` or `samples`; with salient tokens, the rows that choose heads.
@@ -91,8 +90,6 @@ def convert(
 
             return convert_with_samples(model, settings, layers, overrides, samples, **learning)
         if text is not None:
-            if checkpoint is not None:
-                check_writable(checkpoint, "checkpoint")
             from .language import convert_with_text  # imports the data modules
 
             return convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning, **unused)

@@ -43,6 +43,10 @@ class Rows:
     name: str
     asking: Any = None  # `AskingRow` of a language model, on which choices of softmax heads are compared
 
+    @property
+    def learned_from(self) -> list[torch.Tensor]:
+        return [*self.fit, *self.scored, *([self.asking.ids] if self.asking else [])]
+
 
 def row_length(source: Any, longest: int, shortest: int) -> int:
     """Return the tokens per row: `longest`, or a sixth of a text in memory if that is less; refuse less than `shortest`."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..checkpoints.file_io import atomic_file, renamed_errors, wrap_errors
+from ..checkpoints.file_io import atomic_file, check_writable, renamed_errors, wrap_errors
 from ..checkpoints.fingerprint import fingerprint_model, hash_json
 from ..checkpoints.provenance import public_name
 from ..data import TokenRing, open_text
@@ -70,6 +70,8 @@ def convert_with_text(
     check_learning(model, effort, seed)
     if context is not None and not is_whole(context, 1):
         raise ValueError(f"context: got {context!r}, expected a whole number of at least 1.")
+    if checkpoint is not None:
+        check_writable(checkpoint, "checkpoint")
     saved_steps = Checkpoint(checkpoint)
     if is_text_encoder and (keep or context):
         name, value = ("keep", keep) if keep else ("context", context)
@@ -92,8 +94,7 @@ def convert_with_text(
     if (row_tokens := (rows.fit or rows.held_out)[0].shape[1]) < shortest:
         expected = f"a window and one block of less than the {row_tokens} tokens of a row"
         raise ValueError(f"window: got {window} with block_size {block_size}, expected {expected}.")
-    asking = [rows.asking.ids] if rows.asking else []
-    ids = [batch.tolist() for batch in (*rows.fit, *rows.scored, *asking, *rows.held_out)]
+    ids = [batch.tolist() for batch in (*rows.learned_from, *rows.held_out)]
     config = {**model.config.to_dict(), "_name_or_path": None}
     candidates = choice and choice.candidates
     saved_steps.identify(ids, effort, seed, candidates, mhla_settings.to_dict(), config, fingerprint_model(model))
@@ -258,7 +259,7 @@ def learn_from_rows(
     teacher = (EmbeddingScores if is_encoder(model) else TeacherScores)(model, rows.held_out)
     report: dict[str, Any] = {
         "text": public_name(rows.name),
-        "tokens": sum(x.numel() for x in (*rows.fit, *rows.scored, *([rows.asking.ids] if rows.asking else []))),
+        "tokens": sum(x.numel() for x in rows.learned_from),
         "seed": seed,
         "original": teacher.scores,
         "softmax_heads": {},

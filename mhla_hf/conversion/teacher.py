@@ -43,8 +43,8 @@ class SoftmaxCore(nn.Module):
 class ChangedCore(nn.Module):
     """Computes softmax attention in place of an MHLA core, plus `change` [T, G] times what MHLA would change.
 
-    `change` is 0 at first, so its gradient is the effect on the loss, to first order, of MHLA in each token and KV head.
-    Where it is 1, a head is MHLA. `notify` is called after each forward pass.
+    `change` is 0, so its gradient is the effect on the loss, to first order, of MHLA in each token and KV head. `notify` is
+    called after each forward pass.
     """
 
     def __init__(self, core: Any, num_tokens: int, notify: Callable[[], object]) -> None:

@@ -21,7 +21,7 @@ from ..checkpoints.file_io import PathLike, check_writable, read_json, read_yaml
 from ..checkpoints.save import CARD_FILE, CURVE_FILE
 from ..checkpoints.values import read_settings
 from ..evaluation.records import Result, Results, format_score, render_table
-from ..plots import draw_curve, draw_heads, sort_lengths, tabulate_curve
+from ..plots import draw_curve, draw_heads, sort_numbers, tabulate_curve
 from . import facts as facts_module
 from .facts import TEACHER, Facts, Person, make_facts, read_folder, section_of
 
@@ -65,12 +65,11 @@ def write_card(
 
 
 def _write_measured_card(folder: Path, measured: dict[str, Any], person: Person) -> Path:
-    curve_file = choose_curve_file(measured["config"])
-    text = render_card(make_facts(measured, person), curve_file)
-    draw_curve_file(folder, curve_file, measured["config"])
+    facts = make_facts(measured, person)
+    text = render_card(facts, choose_curve_file(facts))  # before anything is written
     stored = {"format_version": facts_module.FORMAT_VERSION, **dataclasses.asdict(person)}
     write_json(folder / facts_module.PERSON_FILE, {**stored, "compared": measured["compared"]})
-    return write_text(folder / CARD_FILE, text)
+    return _write_with_curve(folder, text, facts)
 
 
 def render_folder_card(folder: PathLike, weights: bool = True) -> str:
@@ -78,9 +77,9 @@ def render_folder_card(folder: PathLike, weights: bool = True) -> str:
     return render_card(make_facts(*read_folder(folder, weights)), curve_file)
 
 
-def choose_curve_file(config: Mapping[str, Any]) -> str | None:
+def choose_curve_file(facts: Facts) -> str | None:
     """Return the file name of the figure that compares choices of softmax heads, or None if it cannot be drawn."""
-    if "curve" not in (config.get("mhla_measured") or {}):
+    if "curve" not in (facts.config.get("mhla_measured") or {}):
         return None
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("card: no %s, which needs matplotlib: pip install 'mhla_hf[eval]'", CURVE_FILE)
@@ -88,12 +87,12 @@ def choose_curve_file(config: Mapping[str, Any]) -> str | None:
     return CURVE_FILE
 
 
-def draw_curve_file(folder: Path, name: str | None, config: Mapping[str, Any]) -> None:
-    """Draw the figure of a card, or remove one that the card does not show."""
-    if name is None:
-        (folder / CURVE_FILE).unlink(missing_ok=True)
-    else:
-        draw_curve(config["mhla_measured"], folder / name)
+def _write_with_curve(folder: Path, text: str, facts: Facts) -> Path:
+    """Write a card and the figure that it shows; a figure that it does not show is removed."""
+    (folder / CURVE_FILE).unlink(missing_ok=True)
+    if f"({CURVE_FILE})" in text:
+        draw_curve(facts.config["mhla_measured"], folder / CURVE_FILE)
+    return write_text(folder / CARD_FILE, text)
 
 
 def check_card(folder: PathLike) -> None:
@@ -139,11 +138,8 @@ def write_first_card(folder: Path, person: Person) -> Path:
     """Write the card of a saved model that has none, with its scores if it was evaluated."""
     if Results.read(folder):
         return _write_measured_card(folder, facts_module.measure(folder, {}), person)
-    kind, class_name, config = facts_module.read_model(folder)
-    curve_file = choose_curve_file(config)
-    text = render_card(Facts(kind, class_name, config, person), curve_file)
-    draw_curve_file(folder, curve_file, config)
-    return write_text(folder / CARD_FILE, text)
+    facts = Facts(*facts_module.read_model(folder), person)
+    return _write_with_curve(folder, render_card(facts, choose_curve_file(facts)), facts)
 
 
 def render_card(facts: Facts, curve_file: str | None = None) -> str:
@@ -177,7 +173,7 @@ def render_card(facts: Facts, curve_file: str | None = None) -> str:
             measured=_group_by_origin(columns),
             draw_heads=draw_heads,
             tabulate_curve=tabulate_curve,
-            sort_lengths=sort_lengths,
+            sort_numbers=sort_numbers,
             curve_file=curve_file,
         )
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
