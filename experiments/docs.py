@@ -21,7 +21,6 @@ from mhla_hf.checkpoints.file_io import write_text
 from mhla_hf.conversion.sizes import sizes_of_layers
 from mhla_hf.models.derived_classes import base_classes, model_name
 from mhla_hf.models.families import DIFFUSION, ENCODERS, LANGUAGE
-from mhla_hf.nn.settings import SALIENT
 from mhla_hf.training.recipe import read_recipe
 
 from .attention import render_random_rank
@@ -140,7 +139,7 @@ def render_cache(_: Any = None) -> str:
         num_key_value_heads=8, head_dim=64,
     )  # fmt: skip
     with torch.device("meta"):
-        model = convert(LlamaForCausalLM(config).bfloat16().eval(), layers="all", salient=SALIENT)
+        model = convert(LlamaForCausalLM(config).bfloat16().eval(), layers="all")
     (layer,) = sizes_of_layers(model).values()
     lines = []
     for length in (512, 2048, 8192):
@@ -158,14 +157,13 @@ def draw_gains(path: Path) -> None:
     single_rows = [row for row in speed_rows if row["batch"] == 1 and row["length"] <= BYTES_AT[-1]]
     time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in single_rows}
     quality: dict[str, dict[str, float]] = {}
-    sums = json.loads((ROOT / "docs/language/sums.json").read_text(encoding="utf-8"))["rows"]
-    drawn = {  # label -> form, KV heads, and record; gates chose the window's heads, better ones than scores do
-        "MHLA": ("salient 128", 15, rows),
-        "6 heads, 256 salient tokens": ("salient 256", 6, rows),
-        "window of as many bytes": ("wide window", 15, sums),
+    drawn = {  # label -> form and KV heads
+        "MHLA": ("salient 128", 15),
+        "6 heads, 256 salient tokens": ("salient 256", 6),
+        "window of as many bytes": ("wide window", 15),
     }
-    for label, (form, count, record) in drawn.items():
-        of_form = (row for row in record if (row["form"], row["heads"]) == (form, count))
+    for label, form in drawn.items():
+        of_form = (row for row in rows if (row["form"], row["heads"]) == form)
         places = next(row["places"] for row in of_form if row["text"].startswith("wiki") and row["seed"] == 0)
         quality.setdefault("softmax", {position: scores[2] for position, scores in places.items()})
         quality[label] = {position: scores[1] for position, scores in places.items()}

@@ -18,17 +18,19 @@ from scipy.stats import spearmanr
 from mhla_hf.checkpoints.load import load_encoder
 from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
-from mhla_hf.conversion.encoder import embed, read_encoder_rows
+from mhla_hf.conversion.encoder import embed, read_rows
 from mhla_hf.conversion.fit import OutputFit
+from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.data import special_tokens, with_special_tokens
 
-from .heads import load_tokenizer, switch_off
+from .heads import load_tokenizer
 from .rows import Row, add_rows, describe_setup, format_mean, make_parser, markdown, open_text, parse_call
 
 LENGTHS = {128: 64, 512: 32}  # tokens of a passage: number of passages
 MAX_SENTENCE_TOKENS = 256  # as in the model's sentence_bert_config.json
 SENTENCE_BATCH, PASSAGE_BATCH = 64, 8
-MATRIX = {"mixing_form": "softmax"}
+OFF = -100.0  # balance that switches the far part off
+MATRIX = {"windowed": False}
 SMALL = {"block_size": 16, "feature_map": "exp"}
 FORMS = {  # settings that differ from the defaults (None: softmax), and what happens to the far part
     "softmax": (None, None),
@@ -58,10 +60,11 @@ def make_model(arguments: Mapping[str, Any], form: str, seed: int) -> Any:
         return model
     convert(model, layers="all", **settings)
     if far_part == "off":
-        switch_off(model)
+        for attention in mhla_layers(model).values():
+            attention.mhla.mixing.balance.data.fill_(OFF)
     if far_part == "fitted":
         tokenizer = load_tokenizer(arguments["model"])
-        rows = read_encoder_rows(model, tokenizer, arguments["fit"], seed, False)
+        rows = read_rows(model, tokenizer, arguments["fit"], seed, 1.0, 1)
         fit = OutputFit(model, steps=len(rows.fit))
         for ids in rows.fit:
             fit.step(ids)

@@ -17,11 +17,10 @@ from mhla_hf import Blocks, mhla
 from mhla_hf.checkpoints.file_io import write_json
 from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.cli.main import script
-from mhla_hf.ops.windowed.attention import windowed_attention
-from mhla_hf.ops.windowed.decays import Decays
-from mhla_hf.ops.windowed.definition import windowed_reference
-from mhla_hf.ops.windowed.inputs import WindowedInputs, WindowedOptions
-from mhla_hf.ops.windowed.triton_step import SMALL_PAGES, small_page_call
+from mhla_hf.ops.windowed.definition import salient_reference, two_way_reference
+from mhla_hf.ops.windowed.options import WindowedOptions
+from mhla_hf.ops.windowed.salient import salient_attention
+from mhla_hf.ops.windowed.two_way import FarPart, two_way_attention
 
 from .bench import describe_wrong, model_cases, paper_cases, record_failure, relative_errors, target_cases, time_case
 from .docs import ROOT, render_gpu, write_documents
@@ -56,21 +55,17 @@ VARIANTS: dict[str, tuple[Blocks, dict[str, Any], dict[str, Any]]] = {  # option
     "grid, features of its own for the denominator": (GRID, {"denominator": True}, {}),
     "video, uneven blocks": (VIDEO, {}, {"normalize": False}),
 }
-WINDOW = WindowedOptions(32, scale=0.125, unrounded=False)
-DECAYS = replace(WINDOW, window=1, sinks=0)
-WINDOWS: dict[str, tuple[WindowedOptions, dict[str, Any]]] = {  # options, and those of `make_inputs`
-    "window": (WINDOW, {}),
-    "window, unrounded": (replace(WINDOW, unrounded=True), {}),
-    "window, long blocks": (replace(WINDOW, block_size=70, window=1, sinks=20), {}),
-    "window, grouped heads, padded": (WINDOW, {"groups": 2, "padded": True}),
-    "window, wide values, packed": (WINDOW, {"widths": (32, 96), "packed": True}),
-    "decays": (DECAYS, {}),
-    "decays, not normalized": (replace(DECAYS, normalize=False), {"padded": True}),
-}
-PAGES: dict[str, dict[str, Any]] = {  # options of `small_page_call`
-    "pages": {"options": replace(SMALL_PAGES, window=6), "queries_per_kv": 3},  # SmolLM2, converted with text
-    "pages, several decays": {"num_rates": 3, "num_features": 128, "has_power": False, "heads_per_page": 2},
-    "pages, no softmax": {"options": replace(SMALL_PAGES, window=1, sinks=0, normalize=False), "num_rates": 2},
+WINDOW = WindowedOptions(32, scale=0.125)
+CAUSAL_WINDOW, TWO_WAYS = (salient_attention, salient_reference), (two_way_attention, two_way_reference)
+WINDOWS: dict[str, tuple[tuple[Any, Any], WindowedOptions, dict[str, Any]]] = {  # with options of `make_inputs`
+    "window": (CAUSAL_WINDOW, WINDOW, {}),
+    "window, long blocks": (CAUSAL_WINDOW, replace(WINDOW, block_size=70, window=1, sinks=20), {}),
+    "window, grouped heads, padded": (CAUSAL_WINDOW, WINDOW, {"groups": 2, "padded": True}),
+    "window, wide values, packed": (CAUSAL_WINDOW, WINDOW, {"widths": (32, 96), "packed": True}),
+    # Of fewer tokens, rounding could change the choice.
+    "window, all tokens before it salient": (CAUSAL_WINDOW, replace(WINDOW, salient=150), {}),
+    "both ways": (TWO_WAYS, replace(WINDOW, sinks=0), {}),
+    "both ways, grouped heads, masked keys": (TWO_WAYS, replace(WINDOW, sinks=0), {"groups": 2, "masked": True}),
 }
 
 
@@ -119,40 +114,36 @@ def with_gradients(o: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
     return [o, *torch.autograd.grad(o, tensors, output_gradient)]
 
 
-def window_errors(kind: Any, device: Any, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
-    """Return the relative errors of one of `WINDOWS`, with two decays; without sinks there is no softmax."""
-    form, input_options = kind
-    (q, k, v, _), padding = make_inputs(SEQUENCE, device, dtype, **input_options)
-    features = [torch.cat([x, -x], -1).detach().softmax(-1) for x in (q, k)]
-    q, k = (q, k) if form.sinks else features
-    decays = Decays(torch.full((4, 2), 0.5, device=device), torch.full((k.shape[2], 2), -0.05, device=device))
-    balance = torch.full((4,), 3.0, device=device) if form.sinks else None
+def window_errors(kind: Any, device: Any, dtype: torch.dtype) -> dict[str, float]:
+    """Return the relative errors of one of `WINDOWS`."""
+    functions, options, input_options = kind
+    (*tensors, _), padding = make_inputs(SEQUENCE, device, dtype, **input_options)
+    if functions is TWO_WAYS:
+        q, k, _ = tensors
+        tensors += [torch.cat([x, -x], -1).softmax(-1) for x in (q, k)]
+        tensors += [torch.full((k.shape[2],), -0.05, device=device), torch.full((4,), 3.0, device=device)]
     results = []
-    for exact in (False, True):
-        tensors = [(x.double() if exact else x).detach().requires_grad_() for x in (q, k, v, *features)]
-        k_features = tensors[4]
-        inputs = WindowedInputs(*tensors[:4], decays, balance, replace(form, impl=impl), **padding)  # type: ignore[call-arg, arg-type]
-        o = windowed_reference(inputs, k_features) if exact else windowed_attention(inputs, k_features)
-        results.append(with_gradients(o, tensors))
-    return relative_errors(("output", "dq", "dk", "dv", "dfq", "dfk"), *results)
-
-
-def page_errors(options: Any, device: Any, dtype: torch.dtype, impl: str = "triton") -> dict[str, float]:
-    """Return the relative error of decoding in the pages of a serving engine; see `small_page_call` for the options."""
-    return relative_errors(["tokens"], *small_page_call(torch.device(device), dtype, **options))
+    for attend, exact in zip(functions, (False, True), strict=True):
+        leaves = [(x.double() if exact else x).detach().requires_grad_() for x in tensors]
+        far = [FarPart(*leaves[3:])] if functions is TWO_WAYS else []
+        results.append(with_gradients(attend(*leaves[:3], *far, options, **padding), leaves))
+    return relative_errors(("output", "dq", "dk", "dv", "dfq", "dfk", "d log_decay", "d balance"), *results)
 
 
 def check_kernels(
     device: torch.device | str, limit: float = MAX_CHECK_SECONDS, impl: str = "triton",
-    variants: Mapping[str, Any] = VARIANTS, windows: Mapping[str, Any] = WINDOWS, pages: Mapping[str, Any] = PAGES,
+    variants: Mapping[str, Any] = VARIANTS, windows: Mapping[str, Any] = WINDOWS,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Compare an implementation with the definition in fp64; after `limit` seconds no other check starts."""
+    """Compare an implementation with the definition in fp64; after `limit` seconds no other check starts.
+
+    Windows have PyTorch's only.
+    """
     started = time.monotonic()
     rows = []
-    calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {}
-    for errors_of, kinds in ((variant_errors, variants), (window_errors, windows), (page_errors, pages)):
-        if errors_of is not page_errors or impl == "triton":
-            calls |= {name: functools.partial(errors_of, kind, device, impl=impl) for name, kind in kinds.items()}
+    calls: dict[str, Callable[[torch.dtype], dict[str, float]]] = {
+        **{name: functools.partial(variant_errors, kind, device, impl=impl) for name, kind in variants.items()},
+        **{name: functools.partial(window_errors, kind, device) for name, kind in windows.items()},
+    }
     for dtype in ("bfloat16", "float32"):
         for kind, call in tqdm(calls.items(), desc=f"kernels, {dtype}"):
             row: dict[str, Any] = {"kind": kind, "dtype": dtype, "error": {}, "failed": None}

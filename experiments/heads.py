@@ -1,9 +1,9 @@
 """Measure what conversions keep of a real language model, by position in long texts.
 
-The KV heads that keep softmax are chosen on one text, on which forms with a far part are also fitted. Others judge it: KL
-to the original and perplexity by position, and recall, the mean log-probability of the second copy of half a row. "salient"
-is the default with as many salient tokens as it says. "window" has a window alone (DuoAttention) and "wide window" as many
-bytes as 128 salient tokens, "MHLA" a far part of MHLA by decays, and "plain sum" one without decay.
+The KV heads that keep softmax are chosen on one text. Others judge the conversion: KL to the original and perplexity by
+position, and recall, the mean log-probability of the second copy of half a row. "salient" is the default with as many
+salient tokens as it says. "window" has a window alone (DuoAttention), and "wide window" one of as many bytes as 128 salient
+tokens.
 """
 
 import functools
@@ -24,27 +24,22 @@ from mhla_hf import load_adapter, save_adapter
 from mhla_hf.checkpoints.file_io import atomic_file
 from mhla_hf.cli.main import script
 from mhla_hf.conversion import convert
-from mhla_hf.conversion.fit import OutputFit, highest_scores, score_heads
-from mhla_hf.conversion.head_choice import give_softmax_back
+from mhla_hf.conversion.head_choice import highest_scores, score_heads
 from mhla_hf.conversion.language import read_rows
 from mhla_hf.conversion.sizes import sizes_of_layers
-from mhla_hf.conversion.teacher import mhla_layers
 from mhla_hf.training.adapters import SETTINGS_FILE, WEIGHTS_FILE
 
 from .rows import Row, add_rows, describe_setup, make_parser, markdown, open_text, parse_call
 
 LENGTHS = {1024: 4, 4096: 1, 8192: 1}  # tokens of a row: number of rows
 PLACES = {"to 1k": (0, 1024), "1k to 2k": (1024, 2048), "2k to 4k": (2048, 4096), "4k to 8k": (4096, 8192)}  # positions
-OFF = -100.0  # balance that switches the far part off
 BYTES_AT = (1024, 4096, 8192)  # tokens at which the bytes of the cache are counted, up to the positions of SmolLM2
 PART = 512  # tokens whose logits are in memory at once
-FORMS: dict[str, tuple[dict[str, Any], bool]] = {  # settings that differ from the defaults; whether the far part is on
-    **{f"salient {count}": ({"salient": count}, False) for count in (64, 128, 256, 512)},
-    "salient 128, own text": ({"salient": 128}, False),
-    "window": ({}, False),
-    "wide window": ({"window": 8}, False),
-    "MHLA": ({"feature_map": "exp"}, True),
-    "plain sum": ({"feature_map": "exp", "free_decay": False, "length_power": False}, True),
+FORMS: dict[str, dict[str, Any]] = {  # settings that differ from the defaults
+    **{f"salient {count}": {"salient": count} for count in (64, 128, 256, 512)},
+    "salient 128, own text": {"salient": 128},
+    "window": {"salient": 0},
+    "wide window": {"window": 8, "salient": 0},
 }
 
 
@@ -58,40 +53,32 @@ load = functools.partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float
 load_tokenizer = functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
 
 
-def fit(arguments: Mapping[str, Any], form: str, seed: int) -> dict[str, Any]:
-    """Fit a form and score its heads, or load both from the file of an earlier call; the seed selects passages."""
+def score_form(arguments: Mapping[str, Any], form: str, seed: int) -> dict[str, Any]:
+    """Score the KV heads of a form, or load the scores from the file of an earlier call; the seed selects passages.
+
+    "scores" is what `score_heads` returns, and "seconds" is what it took with the text.
+    """
     file = Path(arguments["work"]) / f"{form.replace(' ', '-').replace(',', '')}-{seed}.pt"
     if file.exists():
         return torch.load(file)
-    settings, is_far_on = FORMS[form]
     model, tokenizer = load(arguments["model"]), load_tokenizer(arguments["model"])
     started = time.monotonic()
     text = "self" if form.endswith("own text") else arguments["fit"]
-    rows = read_rows(model, tokenizer, text, seed, False, learns=is_far_on)
-    convert(model, layers="all", **settings)
-    if is_far_on:
-        output_fit = OutputFit(model, steps=len(rows.fit))
-        for ids in rows.fit:
-            output_fit.step(ids)
-    elif "salient" not in settings:
-        switch_off(model)
+    rows = read_rows(model, tokenizer, text, seed, False)
+    convert(model, layers="all", **FORMS[form])
     scores = score_heads(model, rows.scored, tqdm(disable=True))
-    state = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
-    result = {"mhla": state, "scores": scores, "seconds": time.monotonic() - started}
+    result = {"scores": scores, "seconds": time.monotonic() - started}
     with atomic_file(file) as temporary_path:
         torch.save(result, temporary_path)
     return result
 
 
-def converted(arguments: Mapping[str, Any], job: Row) -> tuple[Any, dict[str, Any]]:
-    """Make the model of a job, in which "heads" KV heads keep softmax, and return it and what `fit` returns."""
-    fitted = fit(arguments, job["form"], job["seed"])
-    model = load(arguments["model"])
-    convert(model, layers="all", **FORMS[job["form"]][0])
-    model.load_state_dict(fitted["mhla"], strict=False)
-    if job["heads"]:
-        give_softmax_back(model, highest_scores(fitted["scores"], job["heads"]))
-    return model, fitted
+def converted(arguments: Mapping[str, Any], job: Row) -> tuple[Any, Row]:
+    """Make the model of a job, in which "heads" KV heads keep softmax; return it, its "softmax_heads", and "seconds"."""
+    scored = score_form(arguments, job["form"], job["seed"])
+    softmax_heads = highest_scores(scored["scores"], job["heads"])
+    model = convert(load(arguments["model"]), layers="all", softmax_heads=softmax_heads, **FORMS[job["form"]])
+    return model, {"seconds": scored["seconds"], "softmax_heads": softmax_heads}
 
 
 def load_folder(arguments: Mapping[str, Any], job: Row) -> Any:
@@ -111,38 +98,15 @@ def count_softmax_heads(folder: str) -> int:
     return sum(map(len, (settings["softmax_heads"] or {}).values()))
 
 
-def switch_off(model: Any) -> None:
-    for attention in mhla_layers(model).values():
-        attention.mhla.mixing.balance.data.fill_(OFF)
-
-
-def window_model(model: Any, softmax_heads: Mapping[Any, list[int]], **settings: Any) -> Any:
-    """Convert a model in place so that it has a window, and softmax in `softmax_heads`: {layer: [KV head, ...]}."""
-    convert(model, layers="all", **settings)
-    switch_off(model)
-    if softmax_heads:
-        give_softmax_back(model, {int(layer): heads for layer, heads in softmax_heads.items()})
-    return model
-
-
-def count_bytes(
-    model_folder: str | Path, settings: Mapping[str, Any], heads: int, is_far_on: bool
-) -> dict[str, dict[str, int]]:
-    """Count the bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, with softmax in `heads` KV heads, and in all.
-
-    If the far part is off, neither its summaries nor features and rotations are counted.
-    """
+def count_bytes(model_folder: str | Path, settings: Mapping[str, Any], heads: int) -> dict[str, dict[str, int]]:
+    """Count the bytes of one sequence's cache in bf16 at `BYTES_AT` tokens, with softmax in `heads` KV heads, and in all."""
     config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    convert(model, layers="all", **(settings if is_far_on else {**settings, "rope": "before"}))
-    sizes = sizes_of_layers(model).values()
+    sizes = sizes_of_layers(convert(model, layers="all", **settings)).values()
     num_heads = sum(size.num_kv_heads for size in sizes)
     token_bytes = sum(size.token_bytes for size in sizes) / num_heads
     state_bytes = sum(size.state_bytes for size in sizes) / num_heads
-    if not is_far_on and not settings.get("salient"):
-        core = mhla_layers(model)[0].mhla
-        state_bytes -= (core.mixing.num_decays + 1) * core.k_map.num_features * (core.value_dim + 1) * 4
     lengths = sorted({min(n, model.config.max_position_embeddings) for n in BYTES_AT})
     return {
         "bytes": {str(n): round(heads * token_bytes * n + (num_heads - heads) * state_bytes) for n in lengths},
@@ -156,17 +120,13 @@ def make_row(arguments: Mapping[str, Any], job: Row) -> Row:
     torch.set_flush_denormal(True)
     made_as: Row
     if job["form"] in FORMS:
-        settings, is_far_on = FORMS[job["form"]]
-    if job["form"] in FORMS:
-        model, fitted = converted(arguments, job)
-        made_as = {"seconds": fitted["seconds"], "softmax_heads": highest_scores(fitted["scores"], job["heads"])}
+        settings = FORMS[job["form"]]
+        model, made_as = converted(arguments, job)
     else:
         model = load_folder(arguments, job)
-        settings = {name: model.config.mhla[name] for name in ("feature_map", "window", "num_decays", "salient")}
-        is_far_on = not settings["salient"]
+        settings = {name: model.config.mhla[name] for name in ("window", "salient")}
         made_as = {"softmax_heads": model.config.mhla["softmax_heads"]}
-    row = {**job, "far": is_far_on, **made_as}
-    row.update(count_bytes(arguments["model"], settings, job["heads"], is_far_on))
+    row = {**job, **made_as, **count_bytes(arguments["model"], settings, job["heads"])}
     text = next(text for text in arguments["texts"] if Path(text).name == job["text"])
     return row | judge(model, *rows_and_states(arguments, text))
 
@@ -284,7 +244,7 @@ def render_heads(record: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("model", help="folder of a softmax language model")
-    parser.add_argument("--fit", required=True, help="text to learn from")
+    parser.add_argument("--fit", required=True, help="text to choose heads by")
     parser.add_argument("--texts", nargs="+", required=True, help="texts to judge on")
     parser.add_argument(
         "--rows", nargs="*", default=[], metavar="FORM:HEADS[:SEEDS]", help=f"forms: {', '.join(FORMS)}"
@@ -292,7 +252,7 @@ def main() -> None:
     parser.add_argument("--folders", nargs="*", default=[], help="converted or distilled models, or adapters")
     parser.add_argument("--adapter", help="folder for the first of --folders as an adapter")
     parser.add_argument("--rank", type=int, default=16, help="rank of LoRA in the adapter of a distilled model")
-    parser.add_argument("--work", default="out-heads", help="folder for what is fitted")
+    parser.add_argument("--work", default="out-heads", help="folder for scores of heads")
     parser.add_argument("--out", default="docs/language/heads.json")
     args, command = parse_call(parser, "heads", None)
     arguments = vars(args)

@@ -26,7 +26,6 @@ from mhla_hf.conversion import convert
 from mhla_hf.evaluation.speed import cache_bytes, clock
 from mhla_hf.models.language.cache import MHLACacheLayer
 from mhla_hf.models.transformers_api import cache_argument, forward_cached
-from mhla_hf.nn.settings import SALIENT
 from mhla_hf.ops.windowed.salient import VOTE_EVERY
 from mhla_hf.plots import COLORS, PALETTE, drawing
 
@@ -80,12 +79,9 @@ def count_products(models: Mapping[str, Any], length: int) -> dict[str, float]:
     size, window = settings["block_size"], settings["window"]
     softmax_head = queries_per_kv * 2 * width * (token + 1).sum().item()
     near = queries_per_kv * 2 * width * torch.minimum(token, token % size + (window - 1) * size).add(1).sum().item()
-    if settings["salient"]:
-        left = ((token // size - window + 1) * size).clamp_min(0)  # tokens that have left the window
-        votes = size / VOTE_EVERY * (left > 0)
-        beyond = queries_per_kv * width * (2 * left.clamp_max(settings["salient"]) + votes).sum().item()
-    else:  # features and sums, written and read
-        beyond = (2 * queries_per_kv + 2) * width**2 * length * (length > window * size)
+    left = ((token // size - window + 1) * size).clamp_min(0)  # tokens that have left the window
+    votes = size / VOTE_EVERY * (left > 0)
+    beyond = queries_per_kv * width * (2 * left.clamp_max(settings["salient"]) + votes).sum().item()
     kept = sum(len(heads) for heads in (settings["softmax_heads"] or {}).values())
     num_heads = config.num_hidden_layers * config.num_key_value_heads
     shared = weights * length + config.vocab_size * config.hidden_size
@@ -241,8 +237,7 @@ def main() -> None:
     parser.add_argument("--out", default="docs/bench/speed.json", help="JSON file to write")
     args, command = parse_call(parser, "speed", None)
     rows = json.loads(Path("docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
-    settings = {"salient": SALIENT, "softmax_heads": rows[0]["softmax_heads"]}
-    print(render_speed(run(args, command, **settings)))
+    print(render_speed(run(args, command, softmax_heads=rows[0]["softmax_heads"])))
 
 
 if __name__ == "__main__":

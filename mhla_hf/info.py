@@ -27,7 +27,6 @@ from .hub.facts import PERSON_FILE, read_model, section_of
 from .models.derived_classes import attention_sizes
 from .models.families import ENCODERS, VISION
 from .models.language.causal_attention import find_causal_attentions
-from .nn.settings import SALIENT
 from .training.run_folder import RECORD
 
 MIB = 2**20
@@ -36,7 +35,7 @@ MAX_SCORES = 5  # number of scores that are printed
 # Kinds of model that mhla-hf evaluate supports -> the recipe to suggest.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
 SHOWN_SETTINGS = (
-    "mixing_form", "num_decays", "windowed", "salient", "block_size", "num_blocks", "layout", "feature_map", "normalize",
+    "mixing_form", "windowed", "window", "salient", "block_size", "num_blocks", "layout", "feature_map", "normalize",
     "gate", "cpe",
 )  # fmt: skip
 
@@ -105,7 +104,7 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
         )
     attentions = find_causal_attentions(original)
     reasons = {index: reason_to_keep_softmax(attention, config) for index, attention in attentions.items()}
-    settings = (student if converted else convert(student, layers="all", salient=SALIENT)).config.mhla
+    settings = (student if converted else convert(student, layers="all")).config.mhla
     layers = settings["layers"]
     kept_layers: dict[str, list[int]] = {}
     for index in sorted({*range(config.num_hidden_layers)} - {*layers}):
@@ -116,7 +115,7 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
     num_kept = sum(map(len, (settings["softmax_heads"] or {}).values())) if converted else round(KEEP * num_convertible)
     kv_heads = {"softmax": sum(heads.values()) - num_convertible + num_kept, "all": sum(heads.values())}
     record: dict[str, Any] = {"mhla_layers": layers, "kept_layers": kept_layers, "kv_heads": kv_heads, "cache": None}
-    if settings["mixing_form"] == "decay":
+    if settings["windowed"]:
         tokens = int(min(context, getattr(config, "max_position_embeddings", None) or math.inf))
         softmax = softmax_bytes(original, tokens)
         unconverted = sum(softmax) - sum(softmax[index] for index in layers)
@@ -133,8 +132,11 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those `SHOWN_SETTINGS` that apply to the model."""
     unused = ["block_size", "num_blocks"] if settings.get("layout") else []
-    unused += ["num_decays", "feature_map", "normalize"] if settings.get("salient") else []
-    unused += ["num_decays"] if settings["mixing_form"] != "decay" else []
+    if settings["windowed"]:  # a sequence has no matrix then, and a language model no features
+        unused += ["num_blocks"] + (["mixing_form"] if not settings.get("layout") else [])
+        unused += ["feature_map", "normalize"] if settings.get("salient") else []
+    else:
+        unused += ["window"]
     names = (name for name in SHOWN_SETTINGS if name not in unused)
     return {name: settings[name] for name in names if settings.get(name) not in (None, False, 0)}
 

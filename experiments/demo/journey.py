@@ -31,7 +31,7 @@ from mhla_hf.checkpoints.provenance import describe_run
 from mhla_hf.checkpoints.save import CARD_FILE
 from mhla_hf.plots import render_rows
 
-from ..heads import compare, count_bytes, hidden, load, repeated_half, window_model
+from ..heads import compare, count_bytes, hidden, load, repeated_half
 from ..rows import markdown
 from ..speed import STEPS, measure_decoding
 from .figures import plot_journey
@@ -172,29 +172,29 @@ class Journey:
         """Create the converted model in `mhla`, and determine the window that has as many bytes."""
         self.announce("convert", "the heads that keep softmax are chosen; the others keep a window and salient tokens")
         if missing(self.out / "mhla"):
-            part, text = self.out / "mhla.part", str(self.out / "train.txt")
             options: dict[str, Any] = {"keep": KEEP, "seed": SEED, "effort": self.effort, "progress": self.progress}
-            model = convert(self.load("teacher"), tokenizer=self.tokenizer, text=text, checkpoint=part, **options)
+            text = str(self.out / "train.txt")
+            model = convert(self.load("teacher"), tokenizer=self.tokenizer, text=text, **options)
             save(self.out / "mhla", model.to(torch.bfloat16), self.tokenizer)
-            part.unlink(missing_ok=True)
         config = json.loads((self.out / "mhla" / "config.json").read_text(encoding="utf-8"))
         self.measured: dict[str, Any] = config["mhla_measured"]
         folder, num_kept = self.out / "teacher", sum(map(len, self.measured["softmax_heads"].values()))
-        mhla = count_bytes(folder, {"salient": config["mhla"]["salient"]}, num_kept, False)
+        mhla = count_bytes(folder, {"salient": config["mhla"]["salient"]}, num_kept)
         first = config["mhla"]["window"]
         blocks = itertools.count(first)
-        windows = (count_bytes(folder, {"window": window}, num_kept, False)["bytes"] for window in blocks)
+        windows = (count_bytes(folder, {"window": window, "salient": 0}, num_kept)["bytes"] for window in blocks)
         limit = min(mhla["bytes"].values())
         fitting = list(itertools.takewhile(lambda sizes: min(sizes.values()) <= limit, windows))
         self.window = first + len(fitting) - 1
-        alone = count_bytes(folder, {}, 0, False)["bytes"]
+        alone = count_bytes(folder, {"salient": 0}, 0)["bytes"]
         self.caches = dict(zip(MODELS, (mhla["whole_bytes"], mhla["bytes"], fitting[-1], alone), strict=True))
 
     def load(self, name: str) -> Any:
         if name == "window, same heads":
-            return window_model(self.load("teacher"), self.measured["softmax_heads"], window=self.window)
+            options = {"window": self.window, "softmax_heads": self.measured["softmax_heads"]}
+            return convert(self.load("teacher"), layers="all", salient=0, **options)
         if name == "window alone":
-            return window_model(self.load("teacher"), {})
+            return convert(self.load("teacher"), layers="all", salient=0)
         folder = self.out / {"softmax": "teacher", "MHLA": "mhla"}.get(name, name)
         return load(folder)
 

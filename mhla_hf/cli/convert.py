@@ -96,7 +96,9 @@ def run_convert(
         learning["samples"] = read_image_samples(samples, processor, base.config, seed)
     elif text not in (None, "none") or (text is None and kind not in OTHER_KINDS):
         text = text or "self"
-        learning |= {"text": text, "tokenizer": processor, "checkpoint": checkpoint}
+        learning |= {"text": text, "tokenizer": processor}
+        if kind == "encoders":
+            learning["checkpoint"] = checkpoint
     torch.manual_seed(seed)
     can_resume = lambda: checkpoint.exists() and (overwrite or not holds_saved_model(path))  # noqa: E731
     with values.resumable(lambda: checkpoint if can_resume() else None):

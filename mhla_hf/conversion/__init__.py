@@ -1,8 +1,8 @@
 """convert(): turns a softmax model into an MHLA model in place, with the base's weights.
 
 Everything is checked before anything is changed. All families of transformers are converted by `transformers_models.py`,
-all of diffusers by `diffusers_models.py`. With text, a language model or text encoder then learns from its softmax original
-(`language.py`, `encoder.py`); with samples, a diffusion or vision model does (`calibration.py`).
+all of diffusers by `diffusers_models.py`. With text, `language.py` chooses the softmax heads of a language model, and a text
+encoder learns from its original (`encoder.py`); with samples, a diffusion or vision model does (`calibration.py`).
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..models.families import ENCODERS, LANGUAGE
 from ..nn.settings import MHLASettings
 from .model_family import is_of_diffusers, note_classes, transformers_of
 from .steps import converting
 from .teacher import kl_to_teacher
-from .transformers_models import convert_transformers_model
+from .transformers_models import convert_transformers_model, convertible_family
 
 __all__ = ["convert", "kl_to_teacher"]
 Model = TypeVar("Model")
@@ -42,9 +43,9 @@ def convert(
 
     The base's weights keep their values and names; converted layers get new ones, `mhla.*`. With `text`, a causal language
     model or text encoder is ready for use afterwards. The KV heads of a language model that most need the whole past keep
-    softmax. The others keep a window and their most salient tokens; with `salient=0`, or a setting of the far part such as
-    `num_decays`, they keep running sums instead, which learn from the text, as encoders do. Without `text`, models need
-    training (`mhla_hf.distill`), except Sana, whose attention is linear; `samples` bring them closer to their originals.
+    softmax. The others keep a window and their most salient tokens. Encoders have MHLA beyond a window, which learns from
+    the text. Without `text`, other models need training (`mhla_hf.distill`), except Sana, whose attention is linear;
+    `samples` bring them closer to their originals.
 
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
@@ -54,7 +55,7 @@ def convert(
         settings: All settings at once. Default: those of the model's family.
         tokenizer: The model's tokenizer. Without it, `text` is token ids, and heads are chosen without asking for facts.
         text: What to choose heads by and to learn from: a text file, a folder of text files, a dataset, a list of texts,
-            int64 token ids [N], or "self": the model samples. About 10,000 tokens are read, 50,000 with `salient=0`,
+            int64 token ids [N], or "self": the model samples. About 10,000 tokens are read,
             100,000 for an encoder. Default: none, since training may follow.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             the original samples eight; or a function that runs it: `lambda generator: pipe("a cat", generator=generator)`.
@@ -67,9 +68,9 @@ def convert(
         tolerance: KL to the original that "auto" accepts, in nats per token. Default: 0.02.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; before those of `settings`.
             Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
-        effort: Multiplies the rows and steps of `text` or `samples`; with salient tokens, the rows that choose heads.
+        effort: Multiplies the rows and steps of `text` or `samples`; for language models, the rows that choose heads.
         seed: Decides which passages of `text` are read, and what the model samples.
-        checkpoint: File for the progress of a conversion that learns from text, from which the same call resumes.
+        checkpoint: File for the progress of a text encoder's conversion, from which the same call resumes.
         progress: Whether to show progress bars on stderr and, with `text`, to print the scores and sizes of the cache.
         **overrides: Single fields of `MHLASettings`, which take precedence over `settings`.
 
@@ -90,8 +91,6 @@ def convert(
 
             return convert_with_samples(model, settings, layers, overrides, samples, **learning)
         if text is not None:
-            from .language import convert_with_text  # imports the data modules
-
             return convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning, **unused)
         check_unused("without text or samples", keep=keep, **unused)
         if is_of_diffusers(model):
@@ -101,6 +100,23 @@ def convert(
             note_classes(model)
             return model
         return convert_transformers_model(model, settings, layers, overrides)
+
+
+def convert_with_text(model: Any, *arguments: Any, checkpoint: Any, **options: Any) -> Any:
+    """Convert a language model or text encoder with text; see `convert` for the arguments."""
+    family = convertible_family(model)
+    if family in LANGUAGE:
+        check_unused("with a language model, which has nothing to resume", checkpoint=checkpoint)
+        from .language import convert_language_model  # imports the data modules
+
+        return convert_language_model(model, family, *arguments, **options)
+    if family in ENCODERS:
+        check_unused("with an encoder", **{name: options.pop(name) for name in ("keep", "context", "tolerance")})
+        from .encoder import convert_encoder
+
+        return convert_encoder(model, family, *arguments, checkpoint=checkpoint, **options)
+    expected = "None, or a causal language model or a text encoder"
+    raise ValueError(f"text: got a text for {type(model).__name__}, expected {expected}.")
 
 
 def check_unused(reason: str, **arguments: object) -> None:

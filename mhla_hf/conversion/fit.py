@@ -1,61 +1,20 @@
-"""Fitting the MHLA heads of a converted text model to its softmax original, and scoring its KV heads.
+"""Fitting MHLA cores to the outputs of their softmax originals, on the inputs that the original's layers get.
 
-The base's weights never change. First, every MHLA layer that has parameters learns the output of its softmax original, on
-the inputs that the original's layer gets (`OutputFit`). Then one backward pass of the original per row tells how much its
-loss depends on what each KV head would lose (`score_heads`).
+The base's weights never change. What each kind of model is fitted on is in `encoder.py` and `grid_fit.py`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from ..data import TokenRing
-from ..models.transformers_api import recomputed_layers
-from .teacher import ChangedCore, log_probabilities, mhla_layers, replaced_cores, run_body, softmax_instead
+from ..ops.windowed.two_way import distance_mixing
+from .teacher import mhla_layers, run_body, softmax_instead
 
 FIT_LR, UPDATES = 3e-2, 2  # learning rate of the first step, and updates by Adam per step
 START_TOKENS = 1024  # per row, at most, from which the far part is initialized
 NEGLIGIBLE = 1e-3  # a balance stays as it is if the far weights of all queries sum to at most this
-# Positions per row at which predictions are compared, and whose loss scores heads. These are not all, because logits of a
-# large vocabulary cost more than the layers.
-KL_POSITIONS, SCORED_POSITIONS = 128, 1024
-
-
-class AskingRow(NamedTuple):
-    """A row that repeats its first tokens and asks for facts: ids, int64 [1, T], and which are in answers, bool [T]."""
-
-    ids: torch.Tensor
-    is_answer: torch.Tensor
-
-
-@dataclass
-class Rows:
-    """The text of a conversion, in batches of token ids, int64 [N, T] each: to fit, to score heads by, and to measure on."""
-
-    fit: list[torch.Tensor]
-    scored: list[torch.Tensor]
-    held_out: list[torch.Tensor]
-    name: str
-    asking: Any = None  # `AskingRow` of a language model, on which choices of softmax heads are compared
-
-    @property
-    def learned_from(self) -> list[torch.Tensor]:
-        return [*self.fit, *self.scored, *([self.asking.ids] if self.asking else [])]
-
-
-def row_length(source: Any, longest: int, shortest: int) -> int:
-    """Return the tokens per row: `longest`, or a sixth of a text in memory if that is less; refuse less than `shortest`."""
-    if not isinstance(source, TokenRing):
-        return longest
-    if (num_tokens := len(source.tokens)) < 6 * shortest:
-        expected = f"at least {6 * shortest}: 6 rows of more than {shortest - 1}, the window and one block"
-        raise ValueError(f"text: got {num_tokens} tokens, expected {expected}.")
-    return min(longest, num_tokens // 6)
 
 
 class OutputFit:
@@ -86,15 +45,27 @@ class OutputFit:
             run_body(self.model, inputs)
 
     def start(self, core: Any, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> None:
-        """Initialize a core from the rotated q and k of its first update, in place; see `learn` for the arguments."""
+        """Initialize a core from q and k of its first update, in place; see `learn` for the arguments."""
         q, k = q[:, :START_TOKENS], k[:, :START_TOKENS]
-        far_q, far_k = q, k
-        if options.get("cos_sin") is not None:
-            cos_sin = options["cos_sin"][:, : q.shape[1]]
-            far_q, far_k = core.unrotate(q, cos_sin), core.unrotate(k, cos_sin)
-        center_maps(core, far_q, far_k)
+        center_maps(core, q, k)
         if core.settings.windowed:
-            balance_masses(core, q, k, core.q_map(far_q), core.k_map(far_k), options.get("scale"))
+            self.start_balance(core, q, k, options.get("scale"))
+
+    def start_balance(self, core: Any, q: torch.Tensor, k: torch.Tensor, scale: float | None) -> None:
+        """Initialize the balance of an encoder's core (`set_balance`) from q [B, T, H, K] and k [B, T, G, K]."""
+        options, queries_per_kv = core.options, q.shape[2] // k.shape[2]
+        q_features, k_features = core.q_map(q), core.k_map(k)
+        block = torch.arange(q.shape[1], device=q.device) // options.block_size
+        mixing = distance_mixing(core.mixing()[0], int(block[-1]) + 1)[:, block[:, None], block]  # [G, T, T]
+        scale = options.scale if scale is None else scale
+
+        def weights(head: int, row: int) -> Sequence[torch.Tensor]:
+            kv_head = head // queries_per_kv
+            score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
+            weight = (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[kv_head]
+            return score, score.logsumexp(-1, keepdim=True), weight
+
+        set_balance(core, weights, len(q), (block[:, None] - block).abs() >= options.window)
 
     def attend(
         self, core: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
@@ -153,7 +124,7 @@ class OutputFit:
 
 
 def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Set the bias of each feature map to cancel its mean input, which dominates q and k before RoPE in trained models."""
+    """Set the bias of each feature map to cancel its mean input, which dominates q and k in trained models."""
     for feature_map, x in ((core.q_map, q), (core.k_map, k)):
         if hasattr(feature_map, "bias"):
             mean = x.float().mean((0, 1))  # [H or G, K]
@@ -176,92 +147,3 @@ def set_balance(
             masses = masses + torch.stack([(weight * is_far).sum() for weight in both])
         if bool((masses > NEGLIGIBLE).all()):
             core.mixing.balance[head] = (masses[0] / masses[1]).log()
-
-
-def balance_masses(
-    core: Any, q: torch.Tensor, k: torch.Tensor, q_features: torch.Tensor, k_features: torch.Tensor, scale: float | None
-) -> None:
-    """Initialize the balance of a core for sequences (`set_balance`) from rotated q and k and far features, [B, T, ...]."""
-    options = core.options
-    token = torch.arange(q.shape[1], device=q.device)
-    block = token // options.block_size
-    distance = block[:, None] - block  # [T, T]
-    is_far = ((distance.abs() if options.both_ways else distance) >= options.window) & (token >= options.sinks)
-    is_hidden = torch.zeros_like(is_far) if options.both_ways else token[:, None] < token
-    mixing = core.mixing()[0].matrix(int(block[-1]) + 1, options.window, options.both_ways)  # [H, M, M]
-    mixing = mixing[:, block[:, None], block]  # [H, T, T]
-    scale = options.scale if scale is None else scale
-
-    def weights(head: int, row: int) -> Sequence[torch.Tensor]:
-        kv_head = head * k.shape[2] // q.shape[2]
-        score = (q[row, :, head] @ k[row, :, kv_head].T).float() * scale
-        log_total = score.masked_fill(is_hidden, float("-inf")).logsumexp(-1, keepdim=True)
-        weight = (q_features[row, :, head] @ k_features[row, :, kv_head].T).float() * mixing[head]
-        return score, log_total, weight
-
-    set_balance(core, weights, len(q), is_far)
-
-
-def read_twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Return rows that repeat the start of each row, as long as positions allow: recall predicts the second copy."""
-    config: Any = model.config
-    max_tokens = getattr(config, "max_position_embeddings", 2 * ids.shape[1]) // 2
-    return torch.cat(2 * [ids[:, :max_tokens]], 1)
-
-
-def once_and_twice(model: Any, ids: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Compute log-probabilities at positions `once` of a row, and at positions `twice` of the row read twice."""
-    row = read_twice(model, ids)
-    if row.shape[1] < 2 * ids.shape[1]:  # else one pass is enough: the first copy is the row
-        return log_probabilities(model, ids, once), log_probabilities(model, row, twice)
-    return log_probabilities(model, row, torch.cat([once, twice])).split([len(once), len(twice)], 1)
-
-
-def compared_positions(length: int, count: int = KL_POSITIONS, first: int = 0) -> torch.Tensor:
-    """Return up to `count` evenly spaced positions, int64 [N], from `first` to `length`."""
-    count = min(count, length - first)
-    return first + torch.arange(count) * (length - first) // count
-
-
-def score_heads(model: Any, rows: Sequence[torch.Tensor], bar: tqdm) -> dict[int, list[float]]:
-    """Estimate the KL to the original, in nats per token, if one KV head alone is MHLA: {layer: [score of each KV head]}.
-
-    To second order, KL is half the square of the change, weighted by the Fisher information. A score keeps the terms of
-    single tokens, <g, d>^2 / 2, where g is the gradient of the loss by the head's output, and d is MHLA's output minus
-    softmax's. The row's own tokens stand for tokens that the original draws.
-
-    Args:
-        model: A converted language model in eval mode.
-        rows: Rows of token ids, int64 [1, T] each, whose own tokens give the loss.
-        bar: Progress bar, which moves by 2 for each row and MHLA layer.
-    """
-    trainable = [x for x in model.parameters() if x.requires_grad]
-    for x in trainable:  # only the changes need gradients here
-        x.requires_grad_(False)
-    totals: dict[int, Any] = {}
-    try:
-        for ids in rows:
-            num_tokens = ids.shape[1]
-            positions = compared_positions(num_tokens - 1, SCORED_POSITIONS, num_tokens // 8)
-            change = partial(ChangedCore, num_tokens=num_tokens, notify=bar.update)
-            with replaced_cores(mhla_layers(model), change) as cores, recomputed_layers(model):
-                log_p = log_probabilities(model, ids, positions)
-                loss = -log_p.gather(-1, ids[:, positions + 1, None].to(log_p.device)).sum()
-                gradients = torch.autograd.grad(loss, [core.change for core in cores.values()])
-            for index, gradient in zip(cores, gradients, strict=True):
-                kl = gradient.square().sum(0) / (2 * len(positions) * len(rows))
-                totals[index] = totals.get(index, 0) + kl
-    finally:
-        for x in trainable:
-            x.requires_grad_(True)
-    return {index: total.tolist() for index, total in totals.items()}
-
-
-def highest_scores(scores: dict[int, list[float]], count: int) -> dict[int, list[int]]:
-    """Return the `count` KV heads with the highest scores, {layer: [head, ...]}; of equal ones, the earlier come first."""
-    heads = [(layer, head) for layer, values in scores.items() for head in range(len(values))]
-    by_score = sorted(heads, key=lambda head: -scores[head[0]][head[1]])
-    kept_heads: dict[int, list[int]] = {}
-    for layer, head in sorted(by_score[:count]):
-        kept_heads.setdefault(layer, []).append(head)
-    return kept_heads

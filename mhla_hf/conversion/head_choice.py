@@ -1,25 +1,34 @@
 """Which KV heads of a language model keep softmax, and how many salient tokens the others keep.
 
-Heads are ordered by `score_heads`. How many of them stay, and how many salient tokens the others need, is measured by one
-forward pass per candidate. Its row, which no score has seen, repeats its start and asks for facts at its end.
+One backward pass of the original per row tells how much its loss depends on what each KV head would lose (`score_heads`).
+How many heads stay, and how many salient tokens the others need, is measured by one forward pass per candidate. Its row,
+which no score has seen, repeats its start and asks for facts at its end.
 """
 
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from ..models.language.causal_attention import ATTENTION_NAME, keep_softmax_heads
-from ..models.transformers_api import set_attention_function
+from ..models.transformers_api import recomputed_layers, set_attention_function
 from ..nn.settings import MHLASettings
-from .fit import AskingRow, Rows, compared_positions, highest_scores, score_heads
 from .sizes import LayerSizes, sizes_of_conversion
 from .steps import is_number, parse_share
-from .teacher import KeptHeadsCore, log_probabilities, mean_kl, mhla_layers, replaced_cores, softmax_instead
+from .teacher import (
+    ChangedCore,
+    KeptHeadsCore,
+    log_probabilities,
+    mean_kl,
+    mhla_layers,
+    replaced_cores,
+    softmax_instead,
+)
 from .transformers_models import restore_softmax
 
 logger = logging.getLogger("mhla_hf")
@@ -27,11 +36,29 @@ SLOTS = (128, 512)  # numbers of salient tokens that a search compares
 PARTS = (15, 10, 6, 4)  # with keep="auto", one of 15, 10, 6, or 4 KV heads keeps softmax
 TOLERANCE = 0.02  # nats per token of KL, with keep="auto"
 MAX_LOSS = 0.05  # of the probability of a copied token, and of an answer, with keep="auto"
-CURVE_POSITIONS = 256
+# Positions per row at which predictions are compared, and whose loss scores heads. These are not all, because logits of a
+# large vocabulary cost more than the layers.
+KL_POSITIONS, SCORED_POSITIONS, CURVE_POSITIONS = 128, 1024, 256
 QUESTION_TOKENS = 8  # at most, before an answer
 REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 Point = dict[str, Any]  # a candidate, "salient" and "heads", its "kept_heads", and what was measured of it
+
+
+class AskingRow(NamedTuple):
+    """A row that repeats its first tokens and asks for facts: ids, int64 [1, T], and which are in answers, bool [T]."""
+
+    ids: torch.Tensor
+    is_answer: torch.Tensor
+
+
+class LanguageRows(NamedTuple):
+    """The rows of a conversion, int64 [1, T] each: to score heads by, to compare choices on, and to measure on."""
+
+    scored: list[torch.Tensor]
+    asking: AskingRow
+    held_out: list[torch.Tensor]
+    name: str
 
 
 class HeadChoice:
@@ -69,7 +96,7 @@ class HeadChoice:
         # A single candidate without softmax heads needs no scores.
         self.compares = len(self.candidates) > 1 or self.candidates[0]["heads"] > 0
 
-    def find(self, model: Any, rows: Rows, progress: bool) -> tuple[int, dict[int, list[int]], dict[str, Any]]:
+    def find(self, model: Any, rows: LanguageRows, progress: bool) -> tuple[int, dict[int, list[int]], dict[str, Any]]:
         """Score the heads, measure the candidates, and choose one.
 
         Returns its number of salient tokens, its softmax heads, and what the report says: "context", "softmax_heads",
@@ -96,13 +123,8 @@ class HeadChoice:
         return chosen["salient"], chosen["kept_heads"], report
 
     def describe(self, point: Point) -> Point:
-        """Return what the report says of a point, with the settings by which `convert` makes it from the original.
-
-        Without salient tokens there are no such settings, because the running sums learn.
-        """
+        """Return what the report says of a point, with the settings by which `convert` makes it from the original."""
         described = {name: value for name, value in point.items() if name != "kept_heads"}
-        if not point["salient"]:
-            return described
         kept = {name: getattr(self.settings, name) for name in ("block_size", "window", "sinks")}
         layers = list(self.sizes[point["salient"]])
         settings = {"layers": layers, "salient": point["salient"], "softmax_heads": name_layers(point["kept_heads"])}
@@ -136,6 +158,56 @@ class HeadChoice:
         if not enough:
             logger.warning("keep: no candidate keeps enough with tolerance=%s; took the closest.", self.tolerance)
         return min(enough, key=lambda point: point["bytes"][str(self.context)]) if enough else closest
+
+
+def compared_positions(length: int, count: int = KL_POSITIONS, first: int = 0) -> torch.Tensor:
+    """Return up to `count` evenly spaced positions, int64 [N], from `first` to `length`."""
+    count = min(count, length - first)
+    return first + torch.arange(count) * (length - first) // count
+
+
+def score_heads(model: Any, rows: Sequence[torch.Tensor], bar: tqdm) -> dict[int, list[float]]:
+    """Estimate the KL to the original, in nats per token, if one KV head alone is MHLA: {layer: [score of each KV head]}.
+
+    To second order, KL is half the square of the change, weighted by the Fisher information. A score keeps the terms of
+    single tokens, <g, d>^2 / 2, where g is the gradient of the loss by the head's output, and d is MHLA's output minus
+    softmax's. The row's own tokens stand for tokens that the original draws.
+
+    Args:
+        model: A converted language model in eval mode.
+        rows: Rows of token ids, int64 [1, T] each, whose own tokens give the loss.
+        bar: Progress bar, which moves by 2 for each row and MHLA layer.
+    """
+    trainable = [x for x in model.parameters() if x.requires_grad]
+    for x in trainable:  # only the changes need gradients here
+        x.requires_grad_(False)
+    totals: dict[int, Any] = {}
+    try:
+        for ids in rows:
+            num_tokens = ids.shape[1]
+            positions = compared_positions(num_tokens - 1, SCORED_POSITIONS, num_tokens // 8)
+            change = partial(ChangedCore, num_tokens=num_tokens, notify=bar.update)
+            with replaced_cores(mhla_layers(model), change) as cores, recomputed_layers(model):
+                log_p = log_probabilities(model, ids, positions)
+                loss = -log_p.gather(-1, ids[:, positions + 1, None].to(log_p.device)).sum()
+                gradients = torch.autograd.grad(loss, [core.change for core in cores.values()])
+            for index, gradient in zip(cores, gradients, strict=True):
+                kl = gradient.square().sum(0) / (2 * len(positions) * len(rows))
+                totals[index] = totals.get(index, 0) + kl
+    finally:
+        for x in trainable:
+            x.requires_grad_(True)
+    return {index: total.tolist() for index, total in totals.items()}
+
+
+def highest_scores(scores: dict[int, list[float]], count: int) -> dict[int, list[int]]:
+    """Return the `count` KV heads with the highest scores, {layer: [head, ...]}; of equal ones, the earlier come first."""
+    heads = [(layer, head) for layer, values in scores.items() for head in range(len(values))]
+    by_score = sorted(heads, key=lambda head: -scores[head[0]][head[1]])
+    kept_heads: dict[int, list[int]] = {}
+    for layer, head in sorted(by_score[:count]):
+        kept_heads.setdefault(layer, []).append(head)
+    return kept_heads
 
 
 @torch.no_grad()

@@ -35,11 +35,9 @@ class CountingCore(nn.Module):
         self.core = core
         self.sizes = LayerSizes(core.num_kv_heads, 0, 0)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cos_sin: torch.Tensor | None = None, **unused: Any
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **unused: Any) -> torch.Tensor:
         token_bytes = (k[:, :1].numel() + v[:, :1].numel()) * v.element_size()
-        state = self.core.new_state(k.to(v.dtype), v, None if cos_sin is None else cos_sin.to(v.dtype))
+        state = self.core.new_state(k.to(v.dtype), v)
         self.sizes = LayerSizes(self.core.num_kv_heads, token_bytes, state.nbytes())
         return v.new_zeros(*q.shape[:3], v.shape[3])
 

@@ -1,6 +1,7 @@
 """Steps that all conversions share: undoing what fails, resolving the settings, and matching new weights to a layer."""
 
 import contextlib
+import copy
 import difflib
 import json
 from collections import OrderedDict
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..data import TokenRing
 from ..nn.settings import MHLASettings, is_whole
 
 MAX_SEED = 2**32 - 1
@@ -51,8 +53,7 @@ def choose_settings(
 ) -> MHLASettings:
     """Return `settings`, or else `defaults`, with fields replaced by `overrides` and, unless it is None, by `layers`.
 
-    An override to mixing without decays turns off `windowed` and `free_decay` and selects the "hedgehog" feature map;
-    without a window, the options that need one are off. Overrides of these fields take precedence.
+    An override of `mixing_form` turns off `windowed` in a sequence, which has no matrix then; one of `windowed` precedes.
     """
     settings = defaults if settings is None else settings
     if not isinstance(settings, MHLASettings):
@@ -64,11 +65,10 @@ def choose_settings(
         raise TypeError(f"settings: got unknown setting {unknown[0]!r}, expected {expected}.")
     if layers is not None:
         overrides = {**overrides, "layers": layers}
-    if overrides.get("mixing_form", "decay") != "decay":  # the default window works with decays only
-        overrides = {"windowed": False, "free_decay": False, "feature_map": "hedgehog", **overrides}
-    if not overrides.get("windowed", settings.windowed):  # these options need a window
-        without_window = {"rope": "before"} if settings.rope == "near" else {}
-        overrides = {**without_window, "length_power": False, **overrides}
+    if "mixing_form" in overrides and settings.layout is None:
+        overrides = {"windowed": False, **overrides}
+    if settings.rope == "near" and not overrides.get("windowed", settings.windowed):
+        overrides = {"rope": "before", **overrides}
     return replace(settings, **overrides)
 
 
@@ -97,6 +97,16 @@ def parse_share(keep: float | int | str, total: int) -> int | None:
     return keep if isinstance(keep, int) and is_whole(keep, 0) else None
 
 
+def row_length(source: Any, longest: int, shortest: int) -> int:
+    """Return the tokens per row: `longest`, or a sixth of a text in memory if that is less; refuse less than `shortest`."""
+    if not isinstance(source, TokenRing):
+        return longest
+    if (num_tokens := len(source.tokens)) < 6 * shortest:
+        expected = f"at least {6 * shortest}: 6 rows of more than {shortest - 1}, the window and one block"
+        raise ValueError(f"text: got {num_tokens} tokens, expected {expected}.")
+    return min(longest, num_tokens // 6)
+
+
 def check_report(report: dict[str, Any]) -> None:
     """Raise ValueError if a score in a report is NaN or infinite."""
     try:
@@ -105,6 +115,13 @@ def check_report(report: dict[str, Any]) -> None:
         raise ValueError(
             "model: got outputs that are not finite; convert it in a wider dtype, such as float32."
         ) from None
+
+
+def leave_inference_mode(model: torch.nn.Module) -> None:
+    """Copy tensors that were made under torch.inference_mode, in place: gradients do not pass through them."""
+    for x in (*model.parameters(), *model.buffers()):
+        if x.is_inference():
+            torch.utils.swap_tensors(x, copy.deepcopy(x))
 
 
 def check_learning(model: Any, effort: Any, seed: Any) -> None:

@@ -35,7 +35,7 @@ class SoftmaxCore(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         o = softmax_attention(q, k, v, options.get("scale"), self.core.causal)
         if self.observe is not None:
-            names = ("scale", "hidden_states", "cos_sin")
+            names = ("scale", "hidden_states")
             self.observe(self.core, q, k, v, o, {name: options[name] for name in names if name in options})
         return o
 

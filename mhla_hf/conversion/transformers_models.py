@@ -11,7 +11,6 @@ import torch
 from ..checkpoints.load import register_family, strip_code_references
 from ..models.derived_classes import attention_sizes, base_classes
 from ..models.families import ENCODER, TOWER, Family, family_of_type
-from ..models.language.rotation import rotation_layout
 from ..nn.settings import MHLASettings, check_grid_settings, check_settings
 from .model_family import mhla_class
 from .steps import choose_settings, match_device_and_dtype
@@ -76,8 +75,6 @@ def checked_settings(
     attentions = mhla_class(family, type(model)).swap.find_attentions(model)
     mhla_layers = choose_convertible(settings, config, attentions, is_encoder)
     for index in mhla_layers:
-        if settings.rope == "near":
-            rotation_layout(attentions[index])
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: got offloaded weights in layer {index}, expected weights on a device.")
     remaining_layers, remaining_heads = list(mhla_layers), dict(settings.softmax_heads or {})
@@ -95,6 +92,20 @@ def checked_settings(
         raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected fewer.")
     num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
     return replace(settings, layers=remaining_layers, softmax_heads=remaining_heads, num_blocks=num_blocks)
+
+
+def settings_with_text(
+    model: Any, family: Family, settings: MHLASettings | None, layers: str | Sequence[int] | None,
+    overrides: dict[str, Any]
+) -> MHLASettings:  # fmt: skip
+    """Resolve and check the settings of a conversion with text, by default of all layers; the model is not changed."""
+    layers = "all" if layers is None and settings is None else layers
+    settings = checked_settings(model, family, settings, layers, overrides)
+    if not settings.windowed or settings.softmax_heads:
+        conflict = "softmax_heads" if settings.windowed else "windowed=False"
+        expected = "windowed=True and no softmax_heads, which the conversion chooses"
+        raise ValueError(f"text: got a text along with {conflict}, expected {expected}.")
+    return settings
 
 
 def convert_transformers_model(

@@ -1,7 +1,4 @@
-"""Time language models by context length, and count the bytes of their caches, for recipes of kind "speed".
-
-Models take turns, so that other load on the machine affects all alike, and the fastest round of each counts.
-"""
+"""Time language models, which take turns, by context length, and count the bytes of their caches ("speed")."""
 
 import time
 from collections.abc import Mapping
@@ -17,8 +14,6 @@ from ..data import max_positions
 from ..models.transformers_api import forward_cached
 from .records import SPEED, SPEED_METRICS, Results
 from .subjects import find_subjects, format_command
-
-WARM_UP_TOKENS = 64
 
 
 @checked
@@ -72,7 +67,7 @@ def measure_speed(models: Mapping[str, Any], protocol: SpeedProtocol, progress: 
     try:
         with torch.inference_mode():
             for model in models.values():
-                time_once(model.eval(), ids[:, :WARM_UP_TOKENS], protocol.decode_tokens)
+                time_once(model.eval(), ids[:, :64], protocol.decode_tokens)
             for length, name in tqdm(runs, desc="speed", unit="run", disable=not progress):
                 for metric, value in time_once(models[name], ids[:, :length], protocol.decode_tokens).items():
                     key = f"{metric}_{length}"

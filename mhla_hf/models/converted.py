@@ -9,21 +9,22 @@ from functools import partial
 from ..nn.core import MHLA
 from ..nn.salient import SalientCore
 from ..nn.sequence import SequenceMHLA
-from ..nn.windowed import DecayMHLA, TwoWayMHLA
+from ..nn.two_way import TwoWayMHLA
 from .derived_classes import find_derived_class
 from .encoder.encoder_attention import ENCODER_SWAP
 from .families import ENCODERS, LANGUAGE, VISION
-from .language.causal_attention import CAUSAL_SWAP, MATRIX_SWAP, SALIENT_SWAP
+from .language.causal_attention import MATRIX_SWAP, WINDOWED_SWAP
 from .vision.grid_attention import GRID_SWAP
 
 matrix_class = partial(find_derived_class, kinds=((LANGUAGE, replace(MATRIX_SWAP, matrix_core=MHLA)),))
-decay_class = partial(find_derived_class, kinds=((LANGUAGE, replace(CAUSAL_SWAP, decay_core=DecayMHLA)),))
-salient_class = partial(find_derived_class, kinds=((LANGUAGE, replace(SALIENT_SWAP, salient_core=SalientCore)),))
+windowed_class = partial(find_derived_class, kinds=((LANGUAGE, replace(WINDOWED_SWAP, windowed_core=SalientCore)),))
 matrix_encoder_class = partial(find_derived_class, kinds=((ENCODERS, replace(ENCODER_SWAP, matrix_core=SequenceMHLA)),))
-decay_encoder_class = partial(find_derived_class, kinds=((ENCODERS, replace(ENCODER_SWAP, decay_core=TwoWayMHLA)),))
+windowed_encoder_class = partial(
+    find_derived_class, kinds=((ENCODERS, replace(ENCODER_SWAP, windowed_core=TwoWayMHLA)),)
+)
 vision_class = partial(find_derived_class, kinds=((VISION, GRID_SWAP),))
 
-LANGUAGE_SWAP = replace(CAUSAL_SWAP, matrix_core=MHLA, decay_core=DecayMHLA, salient_core=SalientCore)
-TEXT_SWAP = replace(ENCODER_SWAP, matrix_core=SequenceMHLA, decay_core=TwoWayMHLA)
+LANGUAGE_SWAP = replace(WINDOWED_SWAP, matrix_core=MHLA, windowed_core=SalientCore)
+TEXT_SWAP = replace(ENCODER_SWAP, matrix_core=SequenceMHLA, windowed_core=TwoWayMHLA)
 # Makes any converted class, with the cores of all forms.
 __getattr__ = partial(find_derived_class, kinds=((LANGUAGE, LANGUAGE_SWAP), (ENCODERS, TEXT_SWAP), (VISION, GRID_SWAP)))

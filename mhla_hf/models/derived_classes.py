@@ -39,8 +39,7 @@ class AttentionSwap:
     find_attentions: Callable[[nn.Module], dict[int, Any]]  # from a model, by layer index
     core_sizes: Callable[[Any, Any], dict[str, Any]]  # from attention and configuration: a core's other arguments
     matrix_core: Any = None  # the core classes by `MHLASettings.core`; None for those that a source does not have
-    decay_core: Any = None
-    salient_core: Any = None
+    windowed_core: Any = None
     prepare: Callable[..., Any] | None = None  # changes the arguments of the model without its head
     finish: Callable[[Any, MHLASettings], None] | None = None  # called when all layers are swapped
     replaces_masks: bool = True  # select MHLA for a whole model without softmax, so that no T x T mask is built
@@ -92,8 +91,9 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         attentions = swap.find_attentions(self)
         core_class = getattr(swap, f"{settings.core}_core")
         if core_class is None:
-            got = f"mixing_form={settings.mixing_form!r} and salient={settings.salient}"
-            raise ValueError(f"mhla: got {got}, expected those of the saved model, whose source has no others.")
+            raise ValueError(
+                f"windowed: got {settings.windowed}, expected that of the saved model, whose source is for it."
+            )
         layers: Any = settings.layers
         for attention in (attentions[index] for index in layers):
             core = core_class(settings, **swap.core_sizes(attention, config))
@@ -145,7 +145,7 @@ def derived_config_class(family: Family) -> Any:
 def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
     config = derived_config_class(family)
     copy_weight_renames(family.base, config.model_type)
-    cores = [core for core in (swap.matrix_core, swap.decay_core, swap.salient_core) if core is not None]
+    cores = [core for core in (swap.matrix_core, swap.windowed_core) if core is not None]
     members: dict[str, Any] = {
         "__doc__": f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists.",
         "config_class": config,

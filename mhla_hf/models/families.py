@@ -49,8 +49,7 @@ class Family:
         return {**self.kind.defaults, **self.overrides}
 
 
-DECAYS: dict[str, Any] = {"mixing_form": "decay", "num_decays": 1, "free_decay": True}
-WINDOWED_DECAYS: dict[str, Any] = {"layers": "2/3", "windowed": True, "feature_map": "softmax", **DECAYS}
+WINDOWED: dict[str, Any] = {"layers": "2/3", "windowed": True}
 # Ends of the names of classes with a head: those that decoders and encoders of text share, and all.
 TEXT_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "ForImageClassification")
@@ -58,15 +57,15 @@ AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))
 CAUSAL = AttentionKind(
     noun="a causal model",
     entry="models.converted",
-    defaults={**WINDOWED_DECAYS, "rope": "near", "window": 6, "length_power": True},
+    defaults={**WINDOWED, "window": 6, "salient": 128},
     auto_classes=("AutoModelForCausalLM", *AUTO_CLASSES),
-    sources={core: f"models.converted:{core}_class" for core in ("matrix", "decay", "salient")},
+    sources={"windowed": "models.converted:windowed_class", "matrix": "models.converted:matrix_class"},
 )
 ENCODER = AttentionKind(
     noun="an encoder",
     entry="models.converted",
-    sources={"decay": "models.converted:decay_encoder_class", "matrix": "models.converted:matrix_encoder_class"},
-    defaults={**WINDOWED_DECAYS, "window": 1, "sinks": 0},
+    sources={"windowed": "models.converted:windowed_encoder_class", "matrix": "models.converted:matrix_encoder_class"},
+    defaults={**WINDOWED, "window": 1, "sinks": 0, "feature_map": "softmax"},
     auto_classes=(*AUTO_CLASSES, "AutoModelForMaskedLM", "AutoModelForMultipleChoice"),
 )
 TOWER = AttentionKind(
@@ -128,10 +127,7 @@ LANGUAGE_TYPES = (
     "qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2 "
     "vaultgemma youtu"
 )
-NOT_UNROTATED = {base: {"rope": "before"} for base in ("hunyuan_v1_dense", "hunyuan_v1_moe")}  # see `SCALED_AFTER`
-LANGUAGE = tuple(
-    Family(base, CAUSAL, "text-generation", overrides=NOT_UNROTATED.get(base, {})) for base in LANGUAGE_TYPES.split()
-)
+LANGUAGE = tuple(Family(base, CAUSAL, "text-generation") for base in LANGUAGE_TYPES.split())
 
 ENCODER_TYPES = (
     "albert bert camembert data2vec-text distilbert electra ernie eurobert gte jina_embeddings_v3 modernbert nomic_bert "

@@ -87,7 +87,7 @@ HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "c
 
 def split_heads_plan(model: Any, size: int) -> dict[str, str]:
     """Return the tensor-parallel plan for the `mhla` modules of layers whose projections are split by head."""
-    plan = {}
+    plan: dict[str, str] = {}
     for name, module in model.named_modules():
         layer = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         is_split = any(style == "colwise" for rule, style in model.tp_plan.items() if rule.startswith(f"{layer}."))
@@ -96,14 +96,6 @@ def split_heads_plan(model: Any, size: int) -> dict[str, str]:
         if module.mhla.num_kv_heads % size:
             expected = f"one that divides the {module.mhla.num_kv_heads} key/value heads of {name}"
             raise ValueError(f"tp_plan: got tensor-parallel size {size}, expected {expected}.")
-        for child, part in module.mhla.named_children():
-            path = f"{layer}.mhla.{child}"
-            if child == "gate":
-                plan[path] = "colwise"
-            elif getattr(part, "by_head", False):
-                plan[path] = "local_params"
-                for parameter, _ in part.named_parameters():
-                    plan[f"{path}.{parameter}"] = "embedding_rowwise"  # splits the first axis
-            else:
-                plan[path] = "replicated_with_grad_allreduce"
+        if hasattr(module.mhla, "parallel_plan"):  # a core with parameters
+            plan |= module.mhla.parallel_plan(f"{layer}.mhla")
     return plan

@@ -1,7 +1,7 @@
 """The MHLA core: the submodule `mhla` of an attention module, which computes attention in place of softmax.
 
-`MHLACore` is what sequences and grids share, `MHLA` the causal core of language models with a mixing matrix; `windowed.py`,
-`salient.py`, `sequence.py`, `grid.py`, and `joint.py` have the others. Every parameter belongs to a module that is called,
+`MHLACore` is what sequences and grids share, `MHLA` the causal core of language models with a mixing matrix; `salient.py`,
+`two_way.py`, `sequence.py`, `grid.py`, and `joint.py` have the others. Every parameter belongs to a module that is called,
 because offloading moves weights when modules are called.
 """
 
@@ -19,7 +19,7 @@ from ..ops.blocks import Blocks
 from ..ops.torch_layout import TokenMove
 from .features import FeatureMap
 from .mixing import Mixing
-from .settings import MHLASettings, check_settings
+from .settings import MHLASettings, check_required, check_settings
 
 OPEN_GATE_BIAS = 1.2784645  # silu(OPEN_GATE_BIAS) == 1
 CORE_LOG = logging.getLogger("mhla_hf")
@@ -118,12 +118,23 @@ def mixing_options(settings: MHLASettings, num_heads: int) -> dict[str, Any]:
     }
 
 
+def cached_mixing(cache: Any, mixing: Any, new_tokens: int, block_size: int) -> Tensor:
+    """Return the mixing [M, M] or [H, M, M] of enough blocks for `new_tokens` more; the cache keeps one without gradient."""
+    needed = -(-(int(cache.seen_tokens) + new_tokens) // block_size)
+    if torch.is_grad_enabled() and mixing.weight.requires_grad:
+        return mixing(needed)
+    if cache.mixing is None or cache.mixing.shape[-1] < needed:
+        capacity = max(mixing.num_blocks, 1 << (needed - 1).bit_length())
+        cache.mixing = mixing(capacity).detach()
+    return cache.mixing
+
+
 class MHLACore(nn.Module):
     """Base class of MHLA cores, with feature maps, mixing, output norm, and gate.
 
     Args:
         settings: Settings of the model; the base class reads `feature_map`, `output_norm`, and `gate`.
-        mixing: Module with the learned mixing matrix or decays, which subclasses call in `forward`.
+        mixing: Module with the learned mixing, which subclasses call in `forward`.
         num_heads: Number of query heads, H.
         num_kv_heads: Number of KV heads, G; query head h uses KV head h // (H // G).
         key_dim: Width K of q and k.
@@ -149,6 +160,20 @@ class MHLACore(nn.Module):
             self.norm = OutputNorm(value_dim, norm_eps)
         if settings.gate:
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
+
+    def parallel_plan(self, path: str) -> dict[str, str]:
+        """Return how tensor parallelism splits the parameters of this core, by its path in transformers' plans."""
+        plan = {}
+        for name, part in self.named_children():
+            if name == "gate":
+                plan[f"{path}.{name}"] = "colwise"
+            elif getattr(part, "by_head", False):
+                plan[f"{path}.{name}"] = "local_params"
+                for parameter, _ in part.named_parameters():
+                    plan[f"{path}.{name}.{parameter}"] = "embedding_rowwise"  # splits the first axis
+            else:
+                plan[f"{path}.{name}"] = "replicated_with_grad_allreduce"
+        return plan
 
     def finish_output(self, o: Tensor, hidden_states: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Apply the output norm and the gate to o [B, T, H, V]; the gate reads the layer's input, [B, T, hidden_size]."""
@@ -191,6 +216,7 @@ class MHLA(MHLACore):
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, **widths: Any):
         check_settings(settings, "a causal model")
+        check_required(settings, "a model from scratch", {"windowed": False})
         mixing = Mixing(settings.num_blocks, **mixing_options(settings, num_heads))
         super().__init__(settings, mixing, num_heads=num_heads, **widths)
 
@@ -232,14 +258,14 @@ class MHLA(MHLACore):
             o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, impl=settings.impl, **options)
             assert isinstance(o, Tensor)  # no state was asked for
         elif cache.state is None:
-            mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
+            mixing = cached_mixing(cache, self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla(
                 q, k, v, mixing, blocks=blocks, causal=True, return_state=True, impl=settings.impl, **options
             )
         else:
             check_no_gradients(self, q, k, v)
             cache.state.leave_inference_mode()
-            mixing = cache.mixing_for(self.mixing, q.shape[1], settings.block_size)
+            mixing = cached_mixing(cache, self.mixing, q.shape[1], settings.block_size)
             o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
         if key_mask is not None and cache is not None:
             cache.note_padding(key_mask)

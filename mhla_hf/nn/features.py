@@ -4,14 +4,23 @@ As in Hedgehog (arXiv 2402.04347), the weights of learned maps start at a multip
 a converted model peaks about where softmax does.
 """
 
+from math import log
+
 import torch
 from torch import Tensor, nn
-
-from .heads import HeadSplit
 
 RELU_EPS = {"relu": 1e-6, "plain_relu": 0.0}  # added to relu(x), to keep the denominator from vanishing
 INITIAL_WEIGHT_SCALE = {"hedgehog": 1.0, "softmax": 1.0, "exp": 0.35}  # learned maps start at this times the identity
 MAX_EXPONENT = 6.0  # of the "exp" map
+
+
+def harmless_balance(kind: str, key_dim: int) -> float:
+    """Return the log of a multiplier of MHLA's weights beside a softmax that hardly changes its output.
+
+    Features of real keys saturate, so a far part does harm until it has learned. The products of features are taken to be
+    about 1 for maps that sum to one, and K for the others.
+    """
+    return -4.0 if kind in ("hedgehog", "softmax") else -4.0 - log(key_dim)
 
 
 class FeatureMap(nn.Module):
@@ -44,22 +53,20 @@ class FeatureMap(nn.Module):
             values["bias"] = torch.zeros(self.bias.shape)
         return values
 
-    def forward(self, x: Tensor, heads: HeadSplit | None = None) -> Tensor:
-        """Compute features in x's dtype. With `heads`, x has the MHLA heads only."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute features in x's dtype."""
         if self.kind in RELU_EPS:
             return torch.relu(x) + RELU_EPS[self.kind] if RELU_EPS[self.kind] else torch.relu(x)
         if self.kind == "elu":
             return torch.where(x > 0, x + 1.0, x.clamp(max=0).exp())  # elu(x) + 1 would round e^x to a multiple of eps
         if self.kind == "identity":
             return x
-        weight = self.weight if heads is None else heads.part(self.weight, False, 0)
-        by_head = torch.bmm(x.flatten(0, 1).transpose(0, 1), weight.to(x.dtype))
+        by_head = torch.bmm(x.flatten(0, 1).transpose(0, 1), self.weight.to(x.dtype))
         y = by_head.transpose(0, 1).unflatten(0, x.shape[:2]).float()
         if self.kind == "softmax":
             return y.softmax(-1).to(x.dtype)
         if self.kind == "exp":
-            bias = self.bias if heads is None else heads.part(self.bias, False, 0)
-            return (torch.exp((y + bias).clamp(max=MAX_EXPONENT)) * self.head_dim**-0.5).to(x.dtype)
+            return (torch.exp((y + self.bias).clamp(max=MAX_EXPONENT)) * self.head_dim**-0.5).to(x.dtype)
         if torch.compiler.is_compiling():  # the compiler would not fuse a stack
             both = torch.where(torch.arange(2, device=y.device)[:, None] == 0, y[..., None, :], -y[..., None, :])
         else:

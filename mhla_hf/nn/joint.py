@@ -21,11 +21,11 @@ from torch import Tensor
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.reference import divide_or_zero
-from ..ops.windowed.attention import with_ones
+from ..ops.torch_layout import with_ones
 from .core import MHLACore, Rotation, mixing_options, softmax_attention
+from .features import harmless_balance
 from .grid import GridMixing, PositionConv
 from .settings import MHLASettings
-from .windowed import start_balance
 
 LOWEST_SCORE = -1000.0  # of the additional key, where there is no far part
 WIDTH_STEP = 8  # of heads, for fused kernels
@@ -130,7 +130,7 @@ class JointMHLA(MHLACore):
     def __init__(self, settings: MHLASettings, *, num_heads: int, key_dim: int, value_dim: int, **widths: Any):
         if settings.layout is None:
             raise ValueError("layout: got None, expected the number of blocks along each axis of the grid.")
-        balance = start_balance(settings, key_dim, causal=False)
+        balance = harmless_balance(settings.feature_map, key_dim)
         options = mixing_options(settings, num_heads)
         mixing = JointMixing(settings.layout, balance=balance, all_heads=num_heads, **options)
         sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "key_dim": key_dim, "value_dim": value_dim}

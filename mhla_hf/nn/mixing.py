@@ -47,9 +47,6 @@ class Mixing(nn.Module):
         learn: bool = True,
     ):  # fmt: skip
         super().__init__()
-        if form == "decay":
-            expected = '"softmax", "direct" or "free" for a model from scratch'
-            raise ValueError(f'mixing_form: got "decay", expected {expected}.')
         self.num_blocks, self.start, self.form, self.learn = num_blocks, start, form, learn
         self.by_head = num_heads is not None  # see `FeatureMap.by_head`
         shape = (num_blocks, num_blocks) if num_heads is None else (num_heads, num_blocks, num_blocks)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.windowed.inputs import WindowedOptions
+from ..ops.windowed.options import WindowedOptions
 from ..ops.windowed.salient import salient_attention
-from ..ops.windowed.salient_decoding import SalientState, continue_salient, plan_salient_step
+from ..ops.windowed.salient_decoding import SalientState, continue_salient, plan_step
 from .core import check_no_gradients, padding_first, without_padding
 from .heads import HeadSplit
 from .settings import MHLASettings, check_settings
@@ -70,15 +70,14 @@ class SalientCore(nn.Module):
                     check_no_gradients(self, q, k, v)
                 state = cache.state
                 if q.shape[1] == 1 and not fresh:
-                    place = state.position, state.furthest, state.valid
-                    plan = cache.shared_plan(partial(plan_salient_step, *place, options, starts), q.device)
+                    plan = cache.shared_plan(partial(plan_step, state, options, starts), q.device)
                 o = continue_salient(q, k, v, state, options, starts=starts, fresh=fresh, plan=plan)
         if key_mask is not None and cache is not None:
             cache.note_padding(key_mask)
         return padding.take_back(o)
 
     @torch.no_grad()
-    def remember(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, cos_sin: None = None) -> None:
+    def remember(self, q: Tensor, k: Tensor, v: Tensor, cache: Any) -> None:
         """Put tokens that fit the window, and their votes, into an empty cache; q, k, and v are those of the MHLA heads."""
         if k.shape[1] <= (self.options.window - 1) * self.options.block_size:
             k = k.to(v.dtype)
@@ -87,10 +86,6 @@ class SalientCore(nn.Module):
         else:
             self(q, k, v, cache=cache)
 
-    def new_state(self, k: Tensor, v: Tensor, cos_sin: None = None) -> SalientState:
+    def new_state(self, k: Tensor, v: Tensor) -> SalientState:
         """Create an empty state whose sizes, dtypes, and device are those of k and v, which have the MHLA heads only."""
         return SalientState.empty(k, v, self.options)
-
-    def finish_output(self, o: Tensor, hidden_states: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Cast the output of the base model's own attention, which layers use while it is exact, to `dtype`."""
-        return o.to(dtype)

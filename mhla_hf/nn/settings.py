@@ -8,7 +8,7 @@ from typing import Any
 
 from ..ops.checks import IMPLEMENTATIONS
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # Entries of config.json for classes other than ours. Softmax classes of transformers take `transformers_weights` for the
 # name of the weights file, and fail with an error that shows it. AutoTokenizer takes a file of an unknown type for a
 # configuration of type "", and warns that the types differ unless some part of the file has type "".
@@ -19,12 +19,8 @@ FOREIGN_ENTRIES: dict[str, Any] = {
 }
 MAX_BLOCKS = 16_384  # a mixing matrix of this size takes a gigabyte
 MAX_BLOCK_SIZE = 65_536  # a cache allocates the keys and values of a block at its first step
-MAX_DECAYS = 64
 MAX_WINDOW_BLOCKS = 1_024
 MAX_SALIENT = 65_536
-SALIENT = 128  # salient tokens per KV head of a language model converted with text, unless `keep` chooses their number
-# Settings of the far part, which have no effect with salient tokens.
-FAR_SETTINGS = ("feature_map", "num_decays", "free_decay", "length_power", "window_dropout")
 
 
 def is_whole(value: object, minimum: int, maximum: int = sys.maxsize) -> bool:
@@ -72,7 +68,7 @@ def whole_number(minimum: int, maximum: int) -> SettingCheck:
     return (lambda value: is_whole(value, minimum, maximum)), f"a whole number from {minimum} to {maximum}"
 
 
-SWITCHES = ("learn_mixing", "free_decay", "length_power", "windowed", "per_head", "output_norm", "gate")
+SWITCHES = ("learn_mixing", "windowed", "per_head", "output_norm", "gate")
 SETTING_CHECKS: dict[str, SettingCheck] = {
     **dict.fromkeys(SWITCHES, one_of(True, False)),
     "block_size": whole_number(1, MAX_BLOCK_SIZE),
@@ -81,12 +77,10 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
     "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "softmax", "exp", "identity"),
     "normalize": one_of(True, False, "official"),
     "mixing_start": one_of("locality", "uniform"),
-    "mixing_form": one_of("softmax", "direct", "free", "decay"),
-    "num_decays": whole_number(1, MAX_DECAYS),
+    "mixing_form": one_of("softmax", "direct", "free"),
     "window": whole_number(1, MAX_WINDOW_BLOCKS),
     "salient": whole_number(0, MAX_SALIENT),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
-    "window_dropout": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "a number from 0 to 1"),
     "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
     "rope": one_of("before", "after", "near"),
     "layers": (is_choice_of_layers, '"all", "2/3" or a list of different layer indices, each at least 0'),
@@ -95,10 +89,10 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
 }
 
 
-# Values required in layers over a text and a grid, and in encoders that mix by decays.
-TWO_WAY_VALUES: dict[str, Any] = {"sinks": 0, "salient": 0, "length_power": False, "window_dropout": 0}
+# Values required in layers over a text and a grid, in windowed encoders, and in windowed language models.
+TWO_WAY_VALUES: dict[str, Any] = {"sinks": 0, "salient": 0, "softmax_heads": None}
 JOINT_VALUES = {"normalize": True, "output_norm": False, **TWO_WAY_VALUES}
-ENCODER_VALUES = {"rope": "before", **TWO_WAY_VALUES, "softmax_heads": None}
+CAUSAL_VALUES = {"gate": False, "output_norm": False}
 
 
 @dataclass
@@ -121,25 +115,18 @@ class MHLASettings:
         learn_mixing: Whether the mixing is trained.
         mixing_form: Parametrization of the mixing. "softmax" learns a matrix of logits (weights are positive, rows sum to
             one). "direct" learns the weights themselves, as released checkpoints do; negative weights are refused on
-            loading. "free" is "direct" with weights of any sign (the released video checkpoints). "decay" makes each head's
-            weight a sum of `num_decays` exponentials of the distance: cost is linear in length, the decoder state has
-            constant size, and the initial weights are nearly those of plain linear attention.
-        num_decays: Number of exponentials R of the "decay" form. The first is constant (decay factor 1) unless
-            `free_decay`.
-        free_decay: Whether the decay factor of the first exponential is learned, too.
-        length_power: Whether the weights of the far part are divided by n^a, where n is the number of blocks that are far
-            from the query's, and a is learned per head (with `windowed`).
-        windowed: Whether attention is exact softmax over the last `window` blocks and the first `sinks` tokens, and MHLA by
-            decays (the far part) over all other tokens, under one normalizer (language models and encoders; needs "decay").
-            Where text and a grid share one attention, exact softmax over the blocks of the grid that are fewer than `window`
-            blocks from a token's own along every axis; the text has softmax in any case.
+            loading. "free" is "direct" with weights of any sign (the released video checkpoints).
+        windowed: Whether attention is exact softmax in a window of blocks. In language models, it is softmax over the last
+            `window` blocks, the first `sinks` tokens, and `salient` tokens (`ops/windowed/salient.py`), and the settings of
+            features and mixing have no effect. In encoders, all other tokens are read by MHLA, mixed by a learned decay per
+            block of distance in place of a matrix, under one normalizer (`ops/windowed/two_way.py`). Where text and a grid
+            share one attention, the window has the blocks of the grid that are fewer than `window` blocks from a token's own
+            along every axis; the text has softmax in any case.
         window: Number of blocks in the softmax window, the current one included. In encoders, the window also has
             `window - 1` blocks after the current one; in grids, on either side along every axis.
-        sinks: Number of tokens at the start of a sequence that stay in the softmax window; 0 for an encoder.
-        salient: Number of tokens per KV head that stay in the softmax after they have left the window, those to which the
-            head attended most (`ops/windowed/salient.py`). They take the place of the far part, and its settings
-            (`FAR_SETTINGS`) have no effect. 0 for the far part. For language models, with `windowed`.
-        window_dropout: Probability that a forward pass in training restricts the softmax window to the current block.
+        sinks: Number of tokens at the start of a sequence that stay visible; for language models with `windowed`.
+        salient: Number of tokens per KV head that stay visible after they have left the window, those to which the head
+            attended most; for language models with `windowed`.
         per_head: Whether every query head has its own mixing matrix, instead of one per layer.
         output_norm: Whether RMSNorm is applied to each head's output (section 4.1 for language and video).
         gate: Whether the output is multiplied by silu(W x + b), initially 1, where x is the input of the layer.
@@ -147,15 +134,15 @@ class MHLASettings:
             paper's CPE, appendix F.2); 0 for none. Grids only.
         rope: Where the rotary embedding is applied. "before": to q and k before the feature map (converted models).
             "after": to the features (the paper's order); the denominator uses the unrotated features. "near": to q and k in
-            the softmax (of a window, or over a text) only, because features of rotated keys depend on absolute positions and
-            do not generalize beyond the lengths they were fitted on.
+            the softmax over text and window only, because features of rotated keys depend on absolute positions (layers in
+            which text and a grid share one attention).
         layers: Layers that use MHLA: "all", "2/3" (all but layers 0, 3, 6, ..., which keep softmax), or a list, tuple, or
             range of layer indices.
         softmax_heads: KV heads that keep softmax, with the query heads that read them, as {layer index: [KV head, ...]}.
             Their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers` instead.
-            Needs "decay".
-        impl: Implementation of the operator: "auto", "torch" or "triton"; without decays also "reference". With decays it
-            chooses that of a step in vLLM's pages; all else is PyTorch.
+            For language models with `windowed`.
+        impl: Implementation of the operator: "auto", "torch", "triton", or "reference". With `windowed`, sequences have
+            PyTorch's only.
 
     Raises:
         ValueError: If a setting is invalid, or settings contradict each other.
@@ -169,14 +156,10 @@ class MHLASettings:
     mixing_start: str = "locality"
     learn_mixing: bool = True
     mixing_form: str = "softmax"
-    num_decays: int = 2
-    free_decay: bool = False
-    length_power: bool = False
     windowed: bool = False
     window: int = 2
     sinks: int = 4
     salient: int = 0
-    window_dropout: float = 0.0
     per_head: bool = False
     output_norm: bool = False
     gate: bool = False
@@ -202,40 +185,29 @@ class MHLASettings:
         self.check_combinations()
 
     def check_combinations(self) -> None:
-        decay = self.mixing_form == "decay"
-        if decay and self.layout is not None:
-            expected = '"softmax", "direct" or "free" for grids'
-            raise ValueError(f'mixing_form: got "decay" with a layout, expected {expected}.')
-        if decay and self.rope == "after":
-            raise ValueError('rope: got "after" with mixing_form="decay", expected "before" or "near".')
-        if decay and self.impl == "reference":
-            raise ValueError('impl: got "reference" with mixing_form="decay", expected "auto", "torch" or "triton".')
-        if self.free_decay and not decay:
-            raise ValueError(f"free_decay: got true with mixing_form={self.mixing_form!r}, expected false.")
-        if self.length_power and not self.windowed:
-            raise ValueError("length_power: got true without windowed=True, expected false.")
-        if self.rope == "near" and not self.windowed and self.layout is None:
-            raise ValueError('rope: got "near" without windowed=True, expected "before" or "after".')
-        if self.softmax_heads and (not decay or self.gate):
-            got = "gate=true" if decay else f"mixing_form={self.mixing_form!r}"
-            raise ValueError(f'softmax_heads: got some with {got}, expected mixing_form="decay" and no gate.')
-        if self.windowed and not decay and self.layout is None:
-            raise ValueError(f'mixing_form: got {self.mixing_form!r} with windowed=True, expected "decay".')
-        if self.windowed and decay and self.feature_map == "identity":
+        is_sequence = self.layout is None
+        if self.rope == "near" and is_sequence:
+            raise ValueError('rope: got "near" for a sequence, expected "before" or "after".')
+        if self.softmax_heads and not (self.windowed and is_sequence):
+            raise ValueError("softmax_heads: got some without windowed=True in a sequence, expected none.")
+        if not self.windowed:
+            return
+        if not self.normalize:
+            raise ValueError("normalize: got false with windowed=True, expected true.")
+        if is_sequence and self.rope != "before":
+            raise ValueError(f'rope: got {self.rope!r} with windowed=True, expected "before".')
+        if is_sequence and self.impl not in ("auto", "torch"):
+            raise ValueError(f'impl: got {self.impl!r} with windowed=True, expected "auto" or "torch".')
+        if is_sequence and self.feature_map == "identity":
             expected = "a map whose features are not negative"
             raise ValueError(f'feature_map: got "identity" with windowed=True, expected {expected}.')
-        if self.windowed and not self.normalize:
-            raise ValueError("normalize: got false with windowed=True, expected true.")
-        if self.windowed and self.sinks > self.block_size:
+        if self.sinks > self.block_size:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
-        if self.salient and (not self.windowed or self.gate or self.output_norm):
-            got = "gate or output_norm" if self.windowed else "windowed=False"
-            raise ValueError(f"salient: got {self.salient} with {got}, expected 0.")
 
     @property
     def core(self) -> str:
-        """The kind of core that attends by these settings: "matrix", "decay", or "salient"."""
-        return "salient" if self.salient else "decay" if self.mixing_form == "decay" else "matrix"
+        """The kind of core that attends by these settings to a sequence or a grid without text: "matrix" or "windowed"."""
+        return "windowed" if self.windowed else "matrix"
 
     def resolve_layers(self, num_layers: int) -> list[int]:
         """Return the indices of the MHLA layers; raises ValueError if there are none, or an index is too large."""
@@ -267,7 +239,7 @@ class MHLASettings:
         values = dict(values)
         version = values.pop("format_version", FORMAT_VERSION)
         if type(version) is not int or version != FORMAT_VERSION:
-            expected = f"{FORMAT_VERSION}; update mhla_hf to load a newer checkpoint"
+            expected = f"{FORMAT_VERSION}, the version of this release of mhla_hf"
             raise ValueError(f"format_version: got {version!r}, expected {expected}.")
         unknown = sorted(set(values) - set(SETTING_CHECKS))
         if unknown:
@@ -285,13 +257,8 @@ def check_settings(settings: MHLASettings, model: str, *, both_ways: bool = Fals
     for name in ("layout", "cpe"):
         if getattr(settings, name):
             raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
-    if not both_ways or settings.mixing_form != "decay":
-        return
-    if not settings.windowed:
-        raise ValueError(f'windowed: got false with mixing_form="decay", expected true for {model}.')
-    if settings.impl == "triton":
-        raise ValueError(f'impl: got "triton" with mixing_form="decay", expected "auto" or "torch" for {model}.')
-    check_required(settings, model, ENCODER_VALUES)
+    if settings.windowed:
+        check_required(settings, model, TWO_WAY_VALUES if both_ways else CAUSAL_VALUES)
 
 
 def check_required(settings: MHLASettings, model: str, values: Mapping[str, Any]) -> None:

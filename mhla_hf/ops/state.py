@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .torch_layout import ring_slot
-
 
 class RowState:
     """Base class of decoder states: dataclasses of tensors without gradients, whose first axis is the batch.
@@ -47,49 +45,6 @@ class RowState:
         """Repeat every row, with its copies next to each other."""
         num_rows = len(next(iter(self.tensors().values())))
         self.select(torch.arange(num_rows).repeat_interleave(times))
-
-
-@dataclass
-class RingState(RowState):
-    """Base class of states that keep the first tokens (sinks) and the newest ones in S slots, which `ring_slot` assigns.
-
-    The ring holds one block more than attention reads, so that `crop` can take back up to a block.
-    """
-
-    block_size: int  # tokens per block, C
-    position: Tensor  # int64 [B], number of tokens that each row has seen
-    furthest: Tensor  # int64 [B], the largest `position` of each row when `crop` was called
-    k: Tensor  # [B, G, at least S, D], keys
-    v: Tensor  # [B, G, at least S, V], values
-    valid: Tensor  # bool [B, S], the slots that hold a real token
-
-    @torch.no_grad()
-    def fill(self, k: Tensor, v: Tensor, sinks: int) -> tuple[Tensor, Tensor]:
-        """Put T tokens of every row into an empty state; return the indices of those that it keeps, and their slots."""
-        num_slots, token = self.valid.shape[1], torch.arange(k.shape[1], device=k.device)
-        kept = torch.cat([token[:sinks], token[max(sinks, len(token) - num_slots + sinks) :]])
-        slots = ring_slot(kept, num_slots, sinks)
-        self.k[:, :, slots] = k[:, kept].transpose(1, 2)
-        self.v[:, :, slots] = v[:, kept].transpose(1, 2)
-        self.valid[:, slots] = True
-        self.position.add_(len(token))
-        return kept, slots
-
-    def crop(self, count: int) -> None:
-        """Remove the last `count` tokens of every row.
-
-        Raises:
-            ValueError: If a row has fewer tokens, or the ring has overwritten tokens that would be needed.
-        """
-        torch.maximum(self.furthest, self.position, out=self.furthest)
-        behind = int((self.furthest - self.position).max()) + count
-        if behind > self.block_size:
-            reach = count - (behind - self.block_size)
-            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the ring still holds.")
-        shortest = int(self.position.min())
-        if count > shortest:
-            raise ValueError(f"count: got {count}, expected at most {shortest}, the length of the shortest row.")
-        self.position.sub_(count)
 
 
 @dataclass

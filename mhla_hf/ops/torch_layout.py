@@ -233,6 +233,11 @@ def resize_tokens(x: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, count - x.shape[1]))
 
 
+def with_ones(v: Tensor) -> Tensor:
+    """Append a column of ones to the values, [..., V] -> [..., V + 1], whose weighted sum is the sum of the weights."""
+    return torch.nn.functional.pad(v, (0, 1), value=1.0)
+
+
 def by_block(x: Tensor, num_kv_heads: int, size: int) -> Tensor:
     """Group tokens by block and heads by KV head: [B, m * C, H, D] -> [B * m, G, (H / G) * C, D]."""
     x = x.unflatten(2, (num_kv_heads, -1)).unflatten(1, (-1, size))

@@ -1,7 +1,7 @@
-"""A conversion as a small PEFT adapter: the MHLA modules, and LoRA on the base's projections, without the base.
+"""A conversion as a small PEFT adapter: its settings, MHLA modules, and LoRA on the base's projections, without the base.
 
     mhla_hf.convert(model, tokenizer=tokenizer, text="notes.txt")
-    mhla_hf.save_adapter(model, "llama-mhla-adapter")                          # the MHLA modules alone
+    mhla_hf.save_adapter(model, "llama-mhla-adapter")                          # settings and MHLA modules alone
     mhla_hf.save_adapter(distilled, "llama-mhla-adapter", base=base, rank=32)  # and what distillation changed, as LoRA
     peft_model = mhla_hf.load_adapter(base, "llama-mhla-adapter")              # base: the softmax model or a fine-tune
 
@@ -243,7 +243,7 @@ def load_adapter(
     peft_model: Any = model if isinstance(model, peft.PeftModel) else None
     if peft_model is not None and adapter_name in peft_model.peft_config:
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model already has, expected another name.")
-    parts = {part for name in weights for part in name.split(".")}  # PEFT puts the adapter's name among them
+    parts = {"mhla", *(part for name in weights for part in name.split("."))}  # PEFT puts the adapter's name among them
     if "." in adapter_name or adapter_name in parts:
         expected = "one without a dot that is no part of a module's name"
         raise ValueError(f"adapter_name: got {adapter_name!r}, expected {expected}.")

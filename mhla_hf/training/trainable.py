@@ -34,6 +34,9 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
         if not attentions and (stage.loss == "transfer" or stage.trainable != "all"):
             got = f"a model without MHLA layers for stage {stage.name!r}"
             raise ValueError(f"student: got {got}, expected one that `convert` returned.")
+        if stage.trainable == "mhla" and not any(".mhla." in name for name in parameters):
+            got = f"'mhla' in stage {stage.name!r} for MHLA layers without parameters"
+            raise ValueError(f"trainable: got {got}, expected 'attention' or 'all'.")
         if not any(_is_trained(name, attentions, stage, value.requires_grad) for name, value in parameters.items()):
             got = f"frozen parameters alone where stage {stage.name!r} trains {stage.trainable!r}"
             raise ValueError(f"student: got {got}, expected some with requires_grad.")

@@ -14,8 +14,6 @@ from ..models.transformers_api import class_names, config_class_of
 
 LOG = logging.getLogger("vllm.mhla_hf")
 OPERATOR = "vllm::mhla_attention"
-# Rotary embeddings whose angles depend on the length of the batch, too, not on the position alone.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # Fields of the configurations of models with experts, as vLLM looks for them.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -55,15 +53,10 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
 
 def check_settings(settings: dict[str, Any], config: Any) -> None:
     """Raise ValueError if the plugin cannot serve a converted model with these settings, its `config.mhla`."""
-    if settings["mixing_form"] != "decay":
-        raise ValueError(f"mixing_form: got {settings['mixing_form']!r}, expected 'decay', whose state does not grow.")
+    if not settings["windowed"]:
+        raise ValueError("windowed: got false, expected true: the state of a mixing matrix grows.")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
-    if settings["rope"] == "near" and not settings.get("salient"):  # rotations are undone
-        parameters = getattr(config, "rope_parameters", None) or {}
-        for part in (parameters, *parameters.values()):
-            if isinstance(part, dict) and (rope := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
-                raise ValueError(f"rope_type: got {rope!r}, expected one that does not depend on the length.")
 
 
 def check_tensor_parallel(size: int, config: Any) -> None:

@@ -1,9 +1,8 @@
 """Attention layers of converted models inside vLLM: MHLA heads with their states in pages, softmax heads with paged keys."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +15,8 @@ from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from ..nn.heads import HeadSplit
 from ..nn.salient import SalientCore
-from ..nn.settings import MHLASettings
-from ..nn.windowed import DecayMHLA
-from ..ops.windowed.inputs import WindowedOptions
-from .pages import NewTokens, PagedAttention, PagedSalientAttention, PageLayout, PagePool, RotationTable
+from .pages import DecodeBatch, PagedAttention, PageLayout, PagePool
 
 OPERATOR = "mhla_attention"
 
@@ -55,25 +50,37 @@ class StatePage(MambaBase):
         return spec if padded is None else replace(spec, page_size_padded=padded // self.pages_per_layer)
 
 
-class PagedCore:
-    """Mixin for cores whose states are in vLLM's pages."""
+class BatchPlan:
+    """The plan of vLLM's current batch, which the first layer of a model makes for all."""
 
-    settings: MHLASettings
-    options: WindowedOptions
-    heads: HeadSplit | None
-    num_kv_heads: int
-    value_dim: int
-    name: str
-    page_names: list[str]
-    tables: tuple[RotationTable, RotationTable]  # the model's, for layers without a rotation to undo, and with one
-    table: RotationTable  # that of this layer
-    make_attention: Callable[[PagePool], PagedAttention | PagedSalientAttention]
-    attention: PagedAttention | PagedSalientAttention | None = None  # until the first batch with these weights
+    metadata: Any = None  # the object by which vLLM describes the batch
+    decodes: list[DecodeBatch]  # the steps of requests with one new token, which come first
+    prefills: list[tuple[slice, int]]  # of each other request, its tokens and their first position
+
+    def update(
+        self, metadata: Any, batch: LinearAttentionMetadata, attention: PagedAttention, pages_per_request: int
+    ) -> None:
+        """Plan a batch, unless it is the current one."""
+        if self.metadata is metadata:
+            return
+        self.metadata, self.prefills, count = metadata, [], batch.num_decodes
+        self.decodes = attention.plan(batch.seq_lens[:count].long() - 1, pages_per_request)
+        if batch.num_prefills:
+            borders, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+            for row in range(count, count + batch.num_prefills):
+                tokens = slice(borders[row], borders[row + 1])
+                self.prefills.append((tokens, lengths[row] - (tokens.stop - tokens.start)))
+
+
+class PagedMHLA(SalientCore):
+    """A `SalientCore` whose states are in vLLM's pages."""
+
+    attention: PagedAttention | None = None  # until the first batch
     memory: torch.Tensor | None = None  # the pages for which `attention` was made
 
-    def install(self, name: str, heads_per_page: int, tables: Any, vllm_config: VllmConfig) -> None:
+    def install(self, name: str, heads_per_page: int, plan: BatchPlan, vllm_config: VllmConfig) -> None:
         """Declare the pages of the MHLA heads to vLLM, once `heads` and `options` are final."""
-        self.name, self.tables = name, tables
+        self.name, self.plan = name, plan
         layout = PageLayout.of(self.settings, heads_per_page, self.value_dim, vllm_config.model_config.dtype)
         num_heads = self.num_kv_heads if self.heads is None else self.heads.counts[False]
         self.page_names = [f"{name}.state_{index}" for index in range(num_heads // heads_per_page)]
@@ -82,115 +89,45 @@ class PagedCore:
         for page_name in self.page_names:
             context[page_name] = StatePage(layout, self.num_kv_heads // heads_per_page)
 
-    def attend(self, tokens: NewTokens) -> torch.Tensor:
-        """Attend by all tokens of vLLM's batch: tensors [1, T, ...] -> [1, T, H, V] in at least fp32."""
-        q, v = tokens.q, tokens.v
-        o = v.new_empty(*q.shape[:3], v.shape[-1], dtype=torch.promote_types(v.dtype, torch.float32))
-        torch.ops.vllm.mhla_attention(*(x[0].contiguous() for x in tokens), o[0], self.name)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **unused: Any) -> torch.Tensor:
+        """Attend by all tokens of vLLM's batch; arguments [1, T, ...] as in `SalientCore.forward`.
+
+        The unused ones are None: vLLM has neither padding nor caches of transformers, and `options` has the scale.
+        """
+        o = v.new_empty(*q.shape[:3], v.shape[-1])
+        torch.ops.vllm.mhla_attention(*(x[0].to(v.dtype).contiguous() for x in (q, k, v)), o[0], self.name)
         return o
 
-    def attach(self, pages: list[StatePage]) -> PagedAttention | PagedSalientAttention:
+    def attach(self, pages: list[StatePage]) -> PagedAttention:
         """Return the attention over the pages that vLLM has allocated; it is made anew when they change."""
         views = [page.kv_cache[0] for page in pages]
         if self.attention is not None and views[0] is self.memory:
             return self.attention
         self.memory = views[0]
         rows, self.first_page, self.page_step = page_rows(views)
-        self.attention = self.make_attention(PagePool(rows, pages[0].layout))
+        self.attention = PagedAttention(PagePool(rows, pages[0].layout), self.options)
         return self.attention
 
-    def attend_batch(self, tokens: NewTokens, o: torch.Tensor) -> None:
+    def attend_batch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
         """Write the output of vLLM's current batch into `o` [T, H, V]. Requests with one new token come first."""
         context = get_forward_context()
         metadata: Any = context.attn_metadata
-        self.table = self.tables[tokens.cos_sin.shape[-1] > 0]
-        self.table.allocate(tokens.cos_sin)
         if metadata is None:  # vLLM measures memory
             o.zero_()
             return
-        attention: Any = self.attach([context.no_compile_layers[name] for name in self.page_names])
+        attention = self.attach([context.no_compile_layers[name] for name in self.page_names])
         blocks = torch.stack([metadata[name].state_indices_tensor for name in self.page_names], 1).long()
-        pages = self.first_page + blocks * self.page_step
-        batch = self.plan_batch(attention, metadata, tokens)
-        count = batch.num_decodes
-        if count:
-            o[:count] = attention.decode(tokens.part(slice(count)), pages[:count], batch.decode)
-        for row, (span, start) in enumerate(batch.prefills, count):
-            o[span] = attention.prefill(tokens.part(span), pages[row : row + 1], start)
-
-    def plan_batch(self, attention: Any, metadata: Any, tokens: NewTokens) -> "BatchPlan":
-        """Plan vLLM's current batch, and write its rotations into the table. The first layer does so for all."""
-        if self.table.plan is not None and self.table.plan.metadata is metadata:
-            return self.table.plan
-        batch: LinearAttentionMetadata = metadata[self.page_names[0]]
-        count, decode, prefills = batch.num_decodes, None, []
-        if count:
-            position = batch.seq_lens[:count].long() - 1
-            self.table.write(position, tokens.cos_sin[:count])
-            decode = attention.plan(position, tokens.part(slice(count)))
-        if batch.num_prefills:
-            borders, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-            for row in range(count, count + batch.num_prefills):
-                span = slice(borders[row], borders[row + 1])
-                start = lengths[row] - (span.stop - span.start)
-                positions = torch.arange(start, lengths[row], device=tokens.q.device)
-                self.table.write(positions, tokens.cos_sin[span])
-                prefills.append((span, start))
-        self.table.plan = BatchPlan(metadata, count, decode, prefills)
-        return self.table.plan
+        pages, plan = self.first_page + blocks * self.page_step, self.plan
+        plan.update(metadata, metadata[self.page_names[0]], attention, pages.shape[1])
+        for batch in plan.decodes:
+            o[batch.rows] = attention.decode(q, k, v, pages, batch)
+        for row, (tokens, start) in enumerate(plan.prefills, len(pages) - len(plan.prefills)):
+            o[tokens] = attention.prefill(q[tokens], k[tokens], v[tokens], pages[row : row + 1], start)
 
 
-class PagedMHLA(PagedCore, DecayMHLA):
-    """A `DecayMHLA` whose states are in vLLM's pages."""
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, hidden_states: torch.Tensor | None = None,
-        cos_sin: torch.Tensor | None = None, **unused: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """Attend by all tokens of vLLM's batch; arguments [1, T, ...] as in `DecayMHLA.forward`.
-
-        The unused ones are None: vLLM has neither padding nor caches of transformers, and `options` has the scale.
-        """
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        cos_sin = q.new_zeros(1, q.shape[1], 1, 0) if cos_sin is None else cos_sin.to(q.dtype)
-        q_features = self.q_map(self.unrotate(q, cos_sin), self.heads)
-        if not self.settings.windowed:  # the near part is linear, too, and reads features
-            q, k = q_features, self.map_keys(k, cos_sin)
-        return self.finish_output(self.attend(NewTokens(q, k, v, q_features, cos_sin)), hidden_states, v.dtype)
-
-    def make_attention(self, pool: PagePool) -> PagedAttention:
-        map_keys: Any = self.map_keys if self.settings.windowed else (lambda k, cos_sin: k)
-        decays, balance = self.mixing(self.heads)
-        return PagedAttention(pool, self.table, map_keys, decays, balance, self.options)
-
-
-class PagedSalient(PagedCore, SalientCore):
-    """A `SalientCore` whose states are in vLLM's pages."""
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **unused: Any) -> torch.Tensor:
-        """Attend as `PagedMHLA` does, without a gate."""
-        nothing = q.new_zeros(1, q.shape[1], 1, 0)
-        return self.attend(NewTokens(q.to(v.dtype), k.to(v.dtype), v, nothing, nothing)).to(v.dtype)
-
-    def make_attention(self, pool: PagePool) -> PagedSalientAttention:
-        return PagedSalientAttention(pool, self.options)
-
-
-class BatchPlan(NamedTuple):
-    """The plan of a batch, which the first layer makes for all layers with the same table."""
-
-    metadata: Any  # the object by which vLLM describes the batch
-    num_decodes: int  # requests with one new token, which come first
-    decode: Any  # what `PagedAttention.plan` returned for them
-    prefills: list[tuple[slice, int]]  # of each other request, its tokens and their first position
-
-
-def mhla_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_features: torch.Tensor, cos_sin: torch.Tensor, o: torch.Tensor,
-    name: str,
-) -> None:  # fmt: skip
-    """Custom operator, opaque to torch.compile; see `PagedCore.attend_batch`."""
-    get_forward_context().no_compile_layers[name].attend_batch(NewTokens(q, k, v, q_features, cos_sin), o)
+def mhla_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, name: str) -> None:
+    """Custom operator, opaque to torch.compile; see `PagedMHLA.attend_batch`."""
+    get_forward_context().no_compile_layers[name].attend_batch(q, k, v, o)
 
 
 direct_register_custom_op(OPERATOR, mhla_attention, mutates_args=["o"], fake_impl=lambda *_: None)

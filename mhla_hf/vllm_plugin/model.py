@@ -1,26 +1,21 @@
 """Converted language models inside vLLM: its Transformers backend, with MHLA where `config.mhla` says so."""
 
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import gcd
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
-from vllm.model_executor.utils import set_weight_attrs
 
 from ..models.derived_classes import swap_attention
-from ..models.language.causal_attention import ATTENTION_NAME, MHLAMixer, causal_core_sizes
-from ..models.language.rotation import rotation_layout, unrotate
+from ..models.language.causal_attention import ATTENTION_NAME, SoftmaxMixer, causal_core_sizes
 from ..models.transformers_api import set_attention_function
-from ..nn.core import OutputGate
 from ..nn.heads import HeadSplit
 from ..nn.settings import FOREIGN_ENTRIES, MHLASettings
-from .layers import PagedCore, PagedMHLA, PagedSalient, PagedSoftmax, SplitSoftmax
-from .pages import PageLayout, RotationTable
+from .layers import BatchPlan, PagedMHLA, PagedSoftmax, SplitSoftmax
+from .pages import PageLayout
 
 # Keys of a converted configuration that its base does not have.
 ADDED_KEYS = ("mhla", "mhla_measured", *FOREIGN_ENTRIES, "auto_map", "model_type", "architectures")
@@ -50,7 +45,7 @@ class MHLAServing:
         num_kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
         # All pages have one size, so the heads per page must divide the numbers of softmax and MHLA heads of every layer.
         heads_per_page = gcd(num_kv_heads, *(len(heads) for heads in (settings.softmax_heads or {}).values()))
-        tables = tuple(RotationTable(self.model_config.max_model_len) for _ in range(2))
+        plan = BatchPlan()
         for index, (attention_name, fuser) in self.attention_fusers.items():
             attention = self.get_submodule(attention_name)
             base = attention.attn
@@ -67,15 +62,11 @@ class MHLAServing:
             if index in settings.layers:
                 del context[name], attention.attn
                 sizes = {"num_heads": num_kv_heads * queries_per_kv, "num_kv_heads": num_kv_heads}
-                core_class = PagedSalient if settings.core == "salient" else PagedMHLA
-                core: Any = core_class(settings, **{**causal_core_sizes(attention, config), **sizes})
+                core = PagedMHLA(settings, **{**causal_core_sizes(attention, config), **sizes})
                 core.options = replace(core.options, scale=scale)
-                if settings.core == "decay":
-                    core.mixing.float()
-                    split_weights(core)
                 kept = (settings.softmax_heads or {}).get(str(index), [])
-                put_mhla(attention, core, settings, kept)
-                core.install(name, heads_per_page, tables, self.vllm_config)
+                put_mhla(attention, core, kept)
+                core.install(name, heads_per_page, plan, self.vllm_config)
                 if kept:
                     attention.softmax_heads = PagedSoftmax(name, len(kept), heads_per_page, queries_per_kv, **options)
             elif num_kv_heads > heads_per_page:
@@ -83,14 +74,6 @@ class MHLAServing:
                     options["per_layer_sliding_window"] = base.sliding_window
                 del context[name]
                 attention.attn = SplitSoftmax(name, num_kv_heads, heads_per_page, queries_per_kv, **options)
-
-    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load weights as the backend does, and have MHLA layers read their mixing anew."""
-        loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
-        for module in self.modules():
-            if isinstance(module, PagedCore):
-                module.attention = None
-        return loaded
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
@@ -120,25 +103,14 @@ def base_config(config: Any) -> Any:
     return base.from_dict(values)
 
 
-def split_weights(core: PagedMHLA) -> None:
-    """Have each tensor-parallel process load its heads' slice, along axis 0, of the gate and of parameters per head."""
-    for module in core.modules():
-        if getattr(module, "by_head", False) or isinstance(module, OutputGate):
-            for parameter in module.parameters():
-                set_weight_attrs(parameter, {"weight_loader": sharded_weight_loader(0)})
-
-
-def put_mhla(attention: Any, core: Any, settings: MHLASettings, kept: list[int]) -> None:
+def put_mhla(attention: Any, core: PagedMHLA, kept: list[int]) -> None:
     """Turn an attention module, whose `forward` vLLM may have rewritten, into MHLA; the KV heads `kept` keep softmax."""
     base = type(attention)
     rewritten = attention.__dict__.pop("forward", None)
     if rewritten is not None:
         base = type(base.__name__, (base,), {"forward": rewritten.__func__})
-    swap_attention(attention, type(f"MHLA{base.__name__}", (MHLAMixer, base), {}), core, ATTENTION_NAME)
+    swap_attention(attention, type(f"MHLA{base.__name__}", (SoftmaxMixer, base), {}), core, ATTENTION_NAME)
     core.heads = HeadSplit(kept, core.num_kv_heads) if kept else None
-    attention.reads_unrotated = settings.rope == "near" and settings.core == "decay"
-    if attention.reads_unrotated:
-        core.unrotate = partial(unrotate, layout=rotation_layout(attention))
 
 
 def layer_layout(vllm_config: VllmConfig) -> PageLayout:

@@ -90,14 +90,11 @@ def test_an_old_transformers_is_told_which_one_is_needed(bundles, monkeypatch):
 
 
 ABSENT = {  # a language model has no grids, no vision, no other families; one of diffusers has no caches of decoders
-    "models.converted:decay_class": "MHLA Mixing mhla_step prepare_operands SalientCore SalientState salient_attention "
-    "GridMHLA WanTransformer ViTModel MHLAConfig",
-    "models.converted:salient_class": "MHLA MHLACore MHLAState Mixing mhla mhla_step prepare_operands FeatureMap DecayMHLA "
-    "DecayMixing Decays WindowedState windowed_attention GridMHLA WanTransformer ViTModel MHLAConfig",
-    "models.converted:matrix_class": "DecayMHLA windowed_attention SalientCore SoftmaxHeads RotationLayout PositionConv "
-    "MHLAConfig",
-    "models.converted:decay_encoder_class": "SequenceMHLA GridMixing mhla MHLACacheLayer mhla_attention WindowedState",
-    "models.converted:matrix_encoder_class": "TwoWayMHLA DecayMixing Decays MHLACacheLayer mhla_step GridCall",
+    "models.converted:windowed_class": "MHLA MHLACore MHLAState Mixing mhla mhla_step prepare_operands FeatureMap "
+    "TwoWayMHLA two_way_attention GridMHLA WanTransformer ViTModel MHLAConfig",
+    "models.converted:matrix_class": "SalientCore SalientState salient_attention SoftmaxHeads PositionConv MHLAConfig",
+    "models.converted:windowed_encoder_class": "SequenceMHLA GridMixing mhla MHLACacheLayer mhla_attention SalientCore",
+    "models.converted:matrix_encoder_class": "TwoWayMHLA DistanceMixing two_way_attention MHLACacheLayer mhla_step GridCall",
     "models.diffusion.converted_transformer": "MHLACacheLayer LlamaForCausalLM MHLA mhla_step",
 }
 
@@ -110,7 +107,10 @@ def test_a_bundle_holds_nothing_of_other_models(bundles, entry):
 
 
 def test_it_has_the_name_that_its_library_wants(bundles):
-    assert make_source("models.converted:decay_class") == ("modeling_mhla.py", bundles["models.converted:decay_class"])
+    assert make_source("models.converted:windowed_class") == (
+        "modeling_mhla.py",
+        bundles["models.converted:windowed_class"],
+    )
     sha = check_bundle(bundles["models.diffusion.dit_transformer"])["sha256"]
     assert make_source("models.diffusion.dit_transformer")[0] == f"modeling_mhla_dit_{sha}.py"
     with pytest.raises(ValueError, match=r"entry: got '\.\./etc', expected one of \['models\.language\..*\]\."):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from tools.model_checks import check_unchanged, snapshot
+from tools.small_encoders import softmax_encoder
 from tools.small_models import refused, softmax_model, tokens
 from tools.tiny_pipelines import PIPELINES, inputs, tiny_transformer
 from transformers import LlamaForCausalLM
@@ -39,9 +40,8 @@ def fail(error, after=0):
 @pytest.mark.parametrize(
     ("stopped", "name", "error", "after"),
     [
-        (OutputFit, "step", KeyboardInterrupt("stop"), 0),
-        (head_choice, "score_heads", RuntimeError("stop"), 0),
-        (TeacherScores, "compare", MemoryError("stop"), 2),  # after heads got softmax back
+        (head_choice, "score_heads", KeyboardInterrupt("stop"), 0),
+        (TeacherScores, "compare", MemoryError("stop"), 1),  # after heads got softmax back
     ],
 )
 def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, after):
@@ -53,16 +53,29 @@ def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, aft
     expected, before = model(TEXT[None, :60]).logits, snapshot(model)
     monkeypatch.setattr(stopped, name, fail(error, after))
     with pytest.raises(type(error), match="stop"):
-        mhla_hf.convert(model, text=TEXT, keep=5, salient=0, **SMALL)
+        mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
     check_unchanged(model, before)
     assert torch.equal(model(TEXT[None, :60]).logits, expected)
     assert model.config._attn_implementation == "eager" and model.generation_config.custom_generate == "code"
     monkeypatch.undo()
-    mhla_hf.convert(model, text=TEXT, keep=5, salient=0, **SMALL)
+    mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
     assert model.config._attn_implementation == "eager" and not hasattr(model.generation_config, "custom_generate")
     is_training = {name: module.training for name, module in model.named_modules()}
     assert is_training["model.layers.0.self_attn"] and not is_training["model.layers.1.self_attn"]
-    assert all(layer.mhla.q_map.training == layer.training for layer in mhla_layers(model).values())
+    assert all(layer.mhla.training == layer.training for layer in mhla_layers(model).values())
+
+
+def test_an_encoder_after_a_failure(monkeypatch):
+    model = softmax_encoder("bert").train()
+    model.encoder.layer[1].eval()
+    before = snapshot(model)
+    monkeypatch.setattr(OutputFit, "step", fail(KeyboardInterrupt("stop")))
+    with pytest.raises(KeyboardInterrupt):
+        mhla_hf.convert(model, text=TEXT % 60, **SMALL)
+    check_unchanged(model, before)
+    monkeypatch.undo()
+    mhla_hf.convert(model, text=TEXT % 60, **SMALL)
+    assert [layer.mhla.q_map.training for layer in mhla_layers(model).values()] == [True, False, True]
 
 
 def test_a_pipeline_after_a_failure(monkeypatch):
@@ -85,14 +98,18 @@ def test_a_pipeline_after_a_failure(monkeypatch):
 
 
 def test_a_layer_whose_output_is_zero():
-    model, transformer = language_model(), tiny_transformer("dit")
+    model, encoder, transformer = language_model(), softmax_encoder("bert"), tiny_transformer("dit")
+    values = model.model.layers[1].self_attn.v_proj, encoder.encoder.layer[1].attention.self.value
     with torch.no_grad():
-        for projection in (model.model.layers[1].self_attn.v_proj, transformer.transformer_blocks[0].attn1.to_v):
+        for projection in (*values, transformer.transformer_blocks[0].attn1.to_v):
             for parameter in projection.parameters():
                 parameter.zero_()
-    mhla_hf.convert(model, text=TEXT, keep=1, salient=0, **SMALL)
-    json.dumps(model.config.mhla_measured, allow_nan=False)
-    assert all(x.isfinite().all() for x in model.state_dict().values())
+    mhla_hf.convert(model, text=TEXT, keep=1, **SMALL)
+    assert model.config.mhla_measured["head_scores"]["1"] == [0.0] * 4
+    mhla_hf.convert(encoder, text=TEXT % 60, **SMALL)
+    for one in (model, encoder):
+        json.dumps(one.config.mhla_measured, allow_nan=False)
+        assert all(x.isfinite().all() for x in one.state_dict().values())
     mhla_hf.convert(transformer, samples=lambda _: transformer(**inputs("dit")), effort=0.02, keep=0, progress=False)
     assert transformer.config.mhla_measured["layers"]["0"] == {"converted": 0, "fitted": 0, "alone": 0}
 
@@ -109,9 +126,11 @@ def test_scores_that_are_not_finite_are_refused():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_it_learns_where_gradients_are_off(mode):
-    options = {"text": TEXT, "keep": 1, **SMALL}
-    expected = mhla_hf.convert(language_model(), **options).state_dict()
-    with mode():
-        model = mhla_hf.convert(language_model(), **options)
-    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
-    model(TEXT[None], labels=TEXT[None]).loss.backward()
+    text = TEXT % 60
+    for make, options in ((language_model, {"keep": 1}), (lambda: softmax_encoder("bert"), {})):
+        expected = mhla_hf.convert(make(), text=text, **SMALL, **options)
+        with mode():
+            model = mhla_hf.convert(make(), text=text, **SMALL, **options)
+        assert model.config.mhla == expected.config.mhla
+        assert all(torch.equal(x, expected.state_dict()[name]) for name, x in model.state_dict().items())
+        model(text[None, :60])[0].sum().backward()

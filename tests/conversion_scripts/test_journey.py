@@ -79,7 +79,7 @@ STAGES = {True: [STAGE.format("transfer", "mhla"), STAGE.format("logits", "all")
 def test_a_language_model(run, refused, tmp_path, capsys, converts):
     model, recipe, out = save_llama(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "short.yaml", tmp_path / "out"
     scratch = f"settings: {{preset: tiny, vocab_size: 400}}\ntokenizer: {model}\n"
-    settings = "settings: {layers: all, block_size: 16}\n" if converts else scratch
+    settings = "settings: {layers: all, block_size: 16, windowed: false}\n" if converts else scratch
     recipe.write_text(f"{settings}stages: [{', '.join(STAGES[converts])}]\n")
     (tmp_path / "text.txt").write_text(TRAINING)
     arguments = ["--recipe", recipe, *(["--model", model] if converts else []), "--out", out, "--data"]

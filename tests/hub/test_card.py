@@ -100,18 +100,19 @@ CURVE = [
 MEASURED["curve"] = [CURVE[0], CURVE[1] | {"salient": 128, "chosen": True}]
 
 
-def test_what_decoding_keeps_and_which_heads_kept_softmax(tmp_path):
+@pytest.mark.parametrize(
+    "salient, words",
+    [(0, ("none of those between: ", "drop all")), (128, ("of those between the 128 to which", "keep 128"))],
+)
+def test_what_decoding_keeps_and_which_heads_kept_softmax(salient, words, tmp_path):
     mine = save_scored(tmp_path / "mhla", scores(1.9, 0.5))
-    windowed = {"mixing_form": "decay", "windowed": True}
+    windowed = {"windowed": True, "salient": salient}
     edit(mine / "config.json", lambda config: config.update(mhla_measured=MEASURED) or config["mhla"].update(windowed))
     (mine / "results.json").write_text((mine / "results.json").read_text().replace("files:", "tensors:"))
     text = write_card(mine, name="toy", license="mit").read_text()
     lines = ["| with softmax heads | 0.0107 | 16.40 | -0.240 |", "| 7 | 0, 2 |", "| 4,096 | 1.0 | 0.5 |"]
     lines += ["| 6 |  | 0.0000 | 1.000 | 0.750 | 1.0 | 4.0 |", "| \\*2 | 128 | 0.3000 | 0.905 | 0.500 | 0.5 | 0.5 |"]
-    lines += [
-        "![What other choices keep, by the size of the cache](curve.png)",
-        "all between through 2 running summaries",
-    ]
+    lines += ["![What other choices keep, by the size of the cache](curve.png)", *words]
     lines.append("layer 01234567\nKV 0  .      #\nKV 1  .      .\nKV 2  .      #\n")
     assert [line for line in lines if line not in text] == [] and "cache grows with the text" not in text
     assert (mine / "curve.png").stat().st_size > 10_000

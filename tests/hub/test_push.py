@@ -21,8 +21,7 @@ WHOLE = "the repository holds the old or the new model: push again"
 
 def converted(seed=0):
     # a source file of the size that is sent apart
-    settings = {"mixing_form": "softmax", "block_size": 32, "num_blocks": 4}
-    return mhla_hf.convert(small_llama(seed), layers="2/3", **settings)
+    return mhla_hf.convert(small_llama(seed), layers="2/3", windowed=False, block_size=32, num_blocks=4)
 
 
 @pytest.fixture(scope="module")

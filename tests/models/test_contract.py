@@ -17,7 +17,7 @@ from mhla_hf.models.pretrained import split_heads_plan
 from mhla_hf.nn.settings import FOREIGN_ENTRIES
 
 # All tokens are salient, because rounding to half precision would change which are.
-SALIENT = {"mixing_form": "decay", "windowed": True, "salient": 64, "softmax_heads": {1: [0]}}
+SALIENT = {"windowed": True, "salient": 64, "softmax_heads": {1: [0]}}
 MODELS = {**MODELS, "llama-salient": lambda: converted_model(**SALIENT)}
 
 
@@ -53,12 +53,10 @@ def test_loss_and_gradients_reach_every_parameter_with_checkpointing_too(model):
     torch.testing.assert_close(out.loss, by_hand)
     assert len(out.hidden_states) == model.config.num_hidden_layers + 1
     grads = checkpointing_changes_nothing(model, lambda model: model(ids, labels=ids).loss, (1e-5, 1e-7))
-    for name, parameter in model.named_parameters():
-        grad = grads[name]
-        single = name.endswith("mixing.weight") and parameter.shape[-1] == 1  # of one decay, whose weight is 1
-        if not (single or "experts" in name or "k_proj.bias" in name):
-            assert grad.abs().max() > 0, name
-        assert grad.isfinite().all(), name
+    for name, _ in model.named_parameters():
+        if not ("experts" in name or "k_proj.bias" in name):
+            assert grads[name].abs().max() > 0, name
+        assert grads[name].isfinite().all(), name
 
 
 def test_frozen_mixing_stays_frozen_through_save_and_load(tmp_path):
@@ -85,7 +83,8 @@ def test_copies_and_half_precision_which_keeps_the_mixing_in_fp32(model, tmp_pat
 
 def test_missing_new_weights_get_their_start(tmp_path):
     """A softmax checkpoint under an MHLA configuration: base weights loaded, the new ones at their start."""
-    model = mhla_hf.convert(softmax_model(), layers="all", block_size=8, num_blocks=4, gate=True, output_norm=True)
+    settings = {"layers": "all", "block_size": 8, "num_blocks": 4, "gate": True, "output_norm": True}
+    model = mhla_hf.convert(softmax_model(), windowed=False, **settings)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({k: v for k, v in weights.items() if ".mhla." not in k}, tmp_path / "model.safetensors", {"format": "pt"})
@@ -131,9 +130,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 PACKED = [
     lambda: converted_model(layers="2/3"),
     scratch_model,
-    lambda: converted_model(
-        block_size=4, mixing_form="decay", windowed=True, window=1, salient=2, softmax_heads={0: [1]}
-    ),
+    lambda: converted_model(block_size=4, windowed=True, window=1, salient=2, softmax_heads={0: [1]}),
 ]
 ROWS = [tokens(1, n, seed=n) for n in (5, 20, 9)]
 COLLATORS = {
@@ -187,17 +184,17 @@ def test_packed_rows_have_neither_padding_nor_cache():
             model(**batch, **{name: value})
 
 
-@pytest.mark.parametrize("form", ["decay", "softmax"])
-def test_settings_of_a_causal_model(form):
+@pytest.mark.parametrize("windowed", [True, False])
+def test_settings_of_a_causal_model(windowed):
     for name, value in {"cpe": 3, "normalize": "official", "block_size": 10**9}.items():
-        config = converted_model(mixing_form=form).config
+        config = converted_model(windowed=windowed).config
         config.mhla |= {name: value}
         with refused(f"{name}: got"):
             AutoModelForCausalLM.from_config(config)
 
 
 def test_key_heads_that_do_not_divide_the_heads():
-    config = converted_model(mixing_form="decay").config
+    config = converted_model().config
     config.num_key_value_heads = 3
     with refused("num_key_value_heads: got 3, expected a divisor of the 4 attention heads."):
         AutoModelForCausalLM.from_config(config)
@@ -209,7 +206,7 @@ def test_key_heads_that_do_not_divide_the_heads():
 
 DAMAGED = [
     ("mixing.weight", -0.5, {"mixing_form": "direct"}, "negative"),
-    ("q_map.weight", math.nan, {}, "q_map.weight"),
+    ("q_map.weight", math.nan, {"windowed": False}, "q_map.weight"),
 ]
 
 
@@ -246,7 +243,7 @@ def test_calls(make, arguments, word):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", [{}, {"mixing_form": "decay", "windowed": True}])
+@pytest.mark.parametrize("settings", [{}, {"windowed": True, "salient": 3}])
 def test_a_refused_crop_has_cut_no_layer_of_a_hybrid(settings):
     model, ids = converted_model(layers="2/3", **settings), tokens(1, 30)
     cache = model(ids, use_cache=True)[CACHE]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig,
 
 import mhla_hf
 
-FORMS = {"window": {"mixing_form": "decay", "windowed": True}, "dense": {"mixing_form": "softmax", "output_norm": True}}
+FORMS = {"window": {"salient": 3}, "dense": {"windowed": False, "output_norm": True, "gate": True}}
 
 
 def by_torchao():
@@ -49,14 +49,16 @@ def test_linear_weights_are_quantized_and_maps_mixing_and_norms_are_not(kind, fo
     """It loses at most twice what the softmax model loses, and saves and loads to the same bits (quanto does not save)."""
     config = KINDS[kind]()
     base = softmax_model(hidden_size=64, intermediate_size=64, head_dim=16, initializer_range=0.05)
-    model = shaken(mhla_hf.convert(copy.deepcopy(base), block_size=8, gate=True, **FORMS[form]))
+    model = shaken(mhla_hf.convert(copy.deepcopy(base), block_size=8, **FORMS[form]))
     _, usual = quantized(base, config, tmp_path / "base")
     loaded, lost = quantized(model, config, tmp_path / "whole")
     assert 0 < lost < 2 * usual
     attention, before = loaded.model.layers[1].self_attn, model.model.layers[1].self_attn.mhla
     assert type(attention.q_proj.weight) is not nn.Parameter
     kept = {name: value for name, value in attention.mhla.named_parameters() if name != "gate.weight"}
-    assert {name.split(".")[0] for name in kept} >= {"q_map", "k_map", "mixing"} and len(kept) > 3
+    assert {name.split(".")[0] for name in kept} == (
+        {"q_map", "k_map", "mixing", "norm", "gate"} if form == "dense" else set()
+    )
     for name, value in kept.items():
         assert type(value) is nn.Parameter and torch.equal(value, before.get_parameter(name))
     assert loaded.generate(tokens(1, 30), max_new_tokens=10).shape == (1, 40)

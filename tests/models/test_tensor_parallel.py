@@ -8,12 +8,10 @@ from transformers.distributed import DistributedConfig
 
 import mhla_hf
 
-LOCAL = {"mixing_form": "decay", "windowed": True}
+LOCAL = {"windowed": True, "salient": 3}
 MODELS = {
-    "decays": lambda: converted_model(**LOCAL),
+    "hybrid": lambda: converted_model("qwen3", [0, 2], **LOCAL),
     "heads": lambda: converted_model(heads=(8, 4), softmax_heads={0: [1], 1: [0, 2]}, **LOCAL),
-    "one decay, hybrid": lambda: converted_model("qwen3", [0, 2], num_decays=1, **LOCAL),
-    "salient": lambda: converted_model(heads=(8, 4), softmax_heads={0: [1], 1: [0, 2]}, salient=3, **LOCAL),
     "matrix": lambda: converted_model("mixtral", gate=True, output_norm=True, normalize=False),
     "matrix by head": lambda: converted_model(per_head=True),
     "scratch": scratch_model,
@@ -48,7 +46,7 @@ def one_process(rank, folder):
     for name in MODELS:
         config = DistributedConfig(tp_size=2, tp_plan="auto")
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", distributed_config=config)
-        if name != "salient":  # which has no parameters of its own
+        if name not in ("hybrid", "heads"):  # which have no parameters of their own
             mixing = model.model.layers[0].self_attn.mhla.mixing.weight
             assert mixing.to_local().shape[0] == len(mixing) // 2 if hasattr(mixing, "to_local") else name in SHARED
         model.save_pretrained(f"{folder}/{name}/again", is_main_process=rank == 0)
@@ -56,9 +54,6 @@ def one_process(rank, folder):
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/heads apart", distributed_config=config)
     with torch.no_grad():
         torch.save(model(IDS).logits, f"{folder}/apart-{rank}.pt")
-    if rank:  # whose heads of layer 1 are all softmax
-        with refused("tp_size: got a process that has no MHLA head in layer 1"):
-            model.train().model.layers[1](torch.zeros(1, 9, 32), position_embeddings=(torch.ones(1, 9, 8),) * 2)
     with refused("tensor-parallel size 2", "divides the 1 key/value heads"):
         AutoModelForCausalLM.from_pretrained(f"{folder}/one head", distributed_config=config)
 

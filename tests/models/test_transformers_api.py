@@ -13,7 +13,7 @@ import mhla_hf
 from mhla_hf.models.derived_classes import base_classes, find_derived_class
 from mhla_hf.models.families import CAUSAL, Family
 from mhla_hf.models.language import causal_attention, language_model
-from mhla_hf.models.language.causal_attention import CAUSAL_SWAP
+from mhla_hf.models.language.causal_attention import WINDOWED_SWAP
 from mhla_hf.models.transformers_api import TESTED_TRANSFORMERS, config_class_of
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def test_a_type_that_this_release_lacks_is_not_there():
     assert config_class_of(family.base) is None and base_classes(family) == {}
     for name in ("MHLATypeOfTomorrowConfig", "MHLATypeOfTomorrowForCausalLM", "MHLATypeOfTomorrowAttention"):
         with pytest.raises(AttributeError, match=name):
-            find_derived_class(name, [((family,), CAUSAL_SWAP)])
+            find_derived_class(name, [((family,), WINDOWED_SWAP)])
 
 
 @pytest.mark.parametrize("make", [converted_model, scratch_model])

@@ -75,7 +75,7 @@ def suites() -> dict[str, type]:
         classes = {head: getattr(module, name + head, None) for head in heads}
         ends = {"causal_lm": "CausalLM", "question_answering": "QuestionAnswering"}
         ends |= {"sequence_classification": "SequenceClassification", "token_classification": "TokenClassification"}
-        classes["ForCausalLM"]._can_compile_fullgraph = mhla.get("mixing_form") == "decay"  # as each model of it says
+        classes["ForCausalLM"]._can_compile_fullgraph = mhla.get("windowed", False)  # as each model of it says
         members = {f"{head}_class": classes[f"For{end}"] for head, end in ends.items()}
         members |= {"base_model_class": classes["Model"], "config_class": classes["Model"].config_class}
         members |= {"forced_config_args": ["pad_token_id", "mhla"], "mhla": {"block_size": 4, "num_blocks": 4, **mhla}}
@@ -137,7 +137,7 @@ def suites() -> dict[str, type]:
             config = {"config_class": vision.MHLAVisionConfig, "has_text_modality": False, "hidden_size": 48}
             ConfigTester(self, **config).run_common_tests()
 
-    window = {"mixing_form": "decay", "windowed": True, "sinks": 2}
+    window = {"windowed": True, "sinks": 2}
     sliding = {"test_eager_matches_sdpa_inference": "it sets a sliding window, which MHLA refuses"}
     return {
         "LlamaSuite": language_suite(converted, "MHLALlama", layers="2/3", **window),

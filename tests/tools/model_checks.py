@@ -6,8 +6,8 @@ from unittest import mock
 import torch
 
 from mhla_hf.models.transformers_api import set_gradient_checkpointing
-from mhla_hf.nn.windowed import TwoWayMHLA
-from mhla_hf.ops.windowed.definition import windowed_reference
+from mhla_hf.nn.two_way import TwoWayMHLA
+from mhla_hf.ops.windowed.definition import two_way_reference
 from tools.ops_cases import distance
 
 
@@ -20,7 +20,7 @@ def by_definition(model):
     forward = copied.forward
 
     def forward_by_definition(*args, **kwargs):
-        with mock.patch("mhla_hf.nn.windowed.windowed_attention", windowed_reference):
+        with mock.patch("mhla_hf.nn.two_way.two_way_attention", two_way_reference):
             return forward(*args, **kwargs)
 
     copied.forward = forward_by_definition

@@ -3,7 +3,6 @@
 `MHLA_CASES=10000 pytest tests/ops tests/nn -k generated` runs 10,000 cases of each kind.
 """
 
-import dataclasses
 import functools
 import os
 
@@ -15,9 +14,7 @@ from hypothesis import strategies as st
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.triton.tuning import INTERPRETED
-from mhla_hf.ops.windowed.attention import windowed_attention
-from mhla_hf.ops.windowed.decays import Decays
-from mhla_hf.ops.windowed.inputs import WindowedInputs, WindowedOptions
+from mhla_hf.ops.windowed.options import WindowedOptions
 
 mhla_reference = functools.partial(mhla, impl="reference")
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -135,84 +132,44 @@ def plans(draw):
 
 
 @st.composite
-def windowed_cases(draw):
-    """Options, shapes, and padding of windowed attention with up to a block of sinks, and how it is decoded."""
+def windowed_cases(draw, both_ways=False):
+    """Options, shapes, and padding of windowed attention, with up to a block of sinks, and how causal one is decoded."""
     size = draw(st.integers(1, 9) | st.just(40))
-    softmax = draw(st.booleans())
     group, groups = draw(st.sampled_from(HEADS))
     tokens = draw(st.integers(1, 70) | st.just(70))
-    padding = draw(st.sampled_from(["none", "none", "left", "packed"]))
+    padding = draw(st.sampled_from(["none", "none", "left", "left" if both_ways else "packed"]))
     batch = 1 if padding == "packed" else draw(st.integers(1, 3))
     inner = st.integers(0, tokens)
+    sinks, salient = (0, 0) if both_ways else (draw(st.integers(0, size)), draw(st.sampled_from([0, 1, 3, 7, 20, 80])))
     return {
-        "options": WindowedOptions(
-            size,
-            window=draw(st.integers(1, 3)) if softmax else 1,
-            sinks=draw(st.integers(0, size)) if softmax else 0,
-            scale=0.5,
-            normalize=softmax or draw(st.booleans()),
-            impl="torch",
-        ),
+        "options": WindowedOptions(size, window=draw(st.integers(1, 3)), sinks=sinks, scale=0.5, salient=salient),
         "shape": (batch, tokens),
         "heads": (group * groups, groups),
         "widths": (draw(st.integers(1, 9)), draw(st.integers(1, 9))),
-        "softmax": softmax,
-        "log_rate": [0.0, *draw(st.lists(st.sampled_from([-0.01, -0.5, -3.0, -30.0, -100.0]), max_size=2))],
         "size": draw(st.sampled_from([1.0, 1.0, 6.0, 30.0])),
         "strided": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**31)),
         "starts": draw(st.lists(inner, min_size=batch, max_size=batch)) if padding == "left" else None,
-        "holes": draw(st.booleans()),
         "cu_seqlens": [0, *sorted(draw(st.lists(inner, max_size=4))), tokens] if padding == "packed" else None,
+        "holes": both_ways and draw(st.booleans()),
         "plan": draw(plans()),
-        "piece_tokens": draw(st.sampled_from([10, 2048])),
+        "piece_blocks": draw(st.sampled_from([1, 2, 32])),
     }
 
 
-@st.composite
-def salient_cases(draw):
-    """Options, shapes, and padding of a window with salient tokens, and how it is decoded."""
-    case = draw(windowed_cases().filter(lambda case: case["softmax"]))
-    options = dataclasses.replace(case["options"], salient=draw(st.sampled_from([1, 3, 7, 20, 80])))
-    return {**case, "options": options, "holes": False, "piece_blocks": draw(st.sampled_from([1, 2, 32]))}
-
-
-def map_features(x):
-    return x.relu() + 1e-6
-
-
 def build_windowed(case, dtype):
-    """(q, k, v), decays, balance, padding, and the factor by which large scores increase rounding errors."""
+    """(q, k, v), padding, and the factor by which large scores increase rounding errors."""
     generator = torch.Generator().manual_seed(case["seed"])
-    batch, tokens = case["shape"]
-    heads, groups = case["heads"]
-
-    def make(*shape, size=1.0):
-        return torch.randn(*shape, generator=generator) * size
-
-    width, value_width = case["widths"]
-    q, k = (make(batch, tokens, count, width, size=case["size"]) for count in (heads, groups))
-    v, balance = make(batch, tokens, groups, value_width), make(heads, size=2.0)
-    weight = torch.rand(heads, len(case["log_rate"]), generator=generator) + 0.01
-    decays = Decays(weight.to(dtype), torch.tensor(case["log_rate"], dtype=dtype).expand(groups, -1))
-    if case["softmax"]:
-        largest = case["options"].scale * float(torch.einsum("bthd,bsgd->bhgts", q, k).abs().max())
-        q, k, v = (x.to(dtype) for x in (q, k, v))
-    else:
-        largest, balance = 0.0, None
-        q, k, v = map_features(q).to(dtype), map_features(k).to(dtype), v.to(dtype)
-    if case["strided"]:
-        q, k, v = strided(q), strided(k), strided(v)
-    padding = {"starts": case["starts"], "cu_seqlens": case["cu_seqlens"]}
-    padding = {name: torch.tensor(x) for name, x in padding.items() if x is not None}
+    (batch, tokens), (heads, groups), (width, value_width) = case["shape"], case["heads"], case["widths"]
+    shapes = ((heads, width), (groups, width), (groups, value_width))
+    q, k, v = (torch.randn(batch, tokens, *shape, generator=generator) for shape in shapes)
+    q, k = q * case["size"], k * case["size"]
+    largest = case["options"].scale * float(torch.einsum("bthd,bsgd->bhgts", q, k).abs().max())
+    tensors = [strided(x.to(dtype)) if case["strided"] else x.to(dtype) for x in (q, k, v)]
+    padding = {name: torch.tensor(case[name]) for name in ("starts", "cu_seqlens") if case[name] is not None}
     if case["holes"]:
         padding["key_mask"] = torch.rand(batch, tokens, generator=generator) < 0.7
-    balance = None if balance is None else balance.to(dtype)
-    return (q, k, v), decays, balance, padding, max(1.0, largest)
-
-
-def attend_window(q, k, v, fq, fk, decays, balance, options, function=windowed_attention, **padding):
-    return function(WindowedInputs(q, k, v, fq, decays, balance, options, **padding), fk)
+    return tensors, padding, max(1.0, largest)
 
 
 def run(function, tensors, options, direction=None):

@@ -44,7 +44,7 @@ def converted_model(
     """
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "num_hidden_layers": num_layers}
     model = softmax_model(family, **sizes)
-    settings = {"mixing_form": "softmax", "windowed": False, "window": 2, **settings}
+    settings = {"windowed": False, "window": 2, **settings}
     return shaken(mhla_hf.convert(model, layers=layers, block_size=block_size, num_blocks=num_blocks, **settings))
 
 
@@ -96,23 +96,19 @@ def refused(*words, kind=ValueError, match=None):
     assert "\n" not in text and text.rstrip().endswith(".") and len(text) < 300, text
 
 
-WINDOW = {"mixing_form": "decay", "windowed": True}
+WINDOW = {"windowed": True, "salient": 0}
 MODELS = {
     "scratch": scratch_model,
     "scratch-before": lambda: scratch_model(rope="before", per_head=True, normalize=True, output_norm=False, gate=False),
     "llama-all": converted_model,
     "llama-window": lambda: converted_model(**WINDOW),
-    "llama-rotated": lambda: converted_model(rope="before", feature_map="hedgehog", num_decays=2, **WINDOW),
-    "llama-exp": lambda: converted_model(feature_map="exp", free_decay=True, length_power=True, window=1, **WINDOW),
     "llama-heads": lambda: converted_model(softmax_heads={0: [1], 2: [0]}, **WINDOW),  # GQA
     "smollm3-heads": lambda: converted_model("smollm3", heads=(4, 4), softmax_heads={0: [0, 2], 1: [1]}, **WINDOW),
-    "llama-decay": lambda: converted_model(mixing_form="decay", layers="2/3", num_decays=3, feature_map="hedgehog"),
-    "llama-linear-heads": lambda: converted_model(mixing_form="decay", softmax_heads={1: [0]}),
     "llama-hybrid": lambda: converted_model(layers="2/3"),
     "qwen3-hybrid": lambda: converted_model("qwen3", layers=[0, 2]),
     "qwen2-gated": lambda: converted_model("qwen2", gate=True, output_norm=True, normalize=False, feature_map="relu"),
     "mistral-first": lambda: converted_model("mistral", layers=[0], feature_map="elu"),
-    "olmo2-all": lambda: converted_model("olmo2", per_head=True),
+    "olmo2-all": lambda: converted_model("olmo2", per_head=True, feature_map="exp"),
     "mixtral-hybrid": lambda: converted_model("mixtral", layers="2/3"),
 }  # fmt: skip
 for family in FAMILIES:

@@ -46,7 +46,7 @@ def save_llama(folder, seed=0, dtype=torch.float32, **changes):
 
 
 def save_mhla(folder, seed=0, **changes):
-    settings = {"layers": "2/3", "block_size": 32, "num_blocks": 4, "window": 2}
+    settings = {"layers": "2/3", "block_size": 32, "window": 2, "salient": 8}
     return save_model(folder, mhla_hf.convert(small_llama(seed, **changes), **settings))
 
 

@@ -7,10 +7,10 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import mhla_hf
-from tools.small_models import SIZES, VOCAB, shaken, softmax_model
+from tools.small_models import SIZES, VOCAB, softmax_model
 
 HEAD_DIM = 32  # the smallest that vLLM's attention has on a CPU
-LOCAL = {"mixing_form": "decay", "windowed": True, "feature_map": "exp", "free_decay": True, "rope": "near"}
+LOCAL = {"windowed": True, "salient": 20}
 
 
 # A layer in four has a sliding window.
@@ -30,11 +30,7 @@ def save_converted(folder, family="llama", layers="all", **settings):
     else:
         model = softmax_model(family, **sizes)
     settings = {"block_size": 16, "window": 2, **LOCAL, **settings}
-    model = shaken(mhla_hf.convert(model, layers=layers, **settings))
-    for name, parameter in model.named_parameters():
-        if name.endswith("mixing.balance"):
-            # At its initial value, the far part would hardly matter.
-            parameter.data += 7.0
+    model = mhla_hf.convert(model, layers=layers, **settings)
     model.save_pretrained(folder)
     return str(folder), type(model).from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -19,9 +19,14 @@ import mhla_hf
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # read by PEFT
 
 
+def converted(windowed=False):
+    """A model whose MHLA layers have weights or, with a window, none."""
+    return mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8, windowed=windowed)
+
+
 def trained_adapter(seed=0, model=None, name="default", **lora):
     torch.manual_seed(seed)
-    model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8) if model is None else model
+    model = converted() if model is None else model
     peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=2, **lora), name)
     trained = [name for name, value in peft_model.named_parameters() if value.requires_grad]
     assert trained and all("lora_" in x or f".mhla.modules_to_save.{name}." in x for x in trained)
@@ -42,10 +47,11 @@ def saved(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_mounted_on_the_base_and_on_a_fine_tune_and_from_the_hub(hub, tmp_path):
+@pytest.mark.parametrize("windowed", [False, True])
+def test_mounted_on_the_base_and_on_a_fine_tune_and_from_the_hub(windowed, hub, tmp_path):
     ids = tokens(2, 60, seed=5)
     with torch.enable_grad():
-        peft_model = trained_adapter()
+        peft_model = trained_adapter(model=converted(windowed))
     mhla_hf.save_adapter(peft_model, tmp_path)
     tuned = softmax_model()
     for parameter in tuned.parameters():
@@ -57,19 +63,22 @@ def test_mounted_on_the_base_and_on_a_fine_tune_and_from_the_hub(hub, tmp_path):
         torch.testing.assert_close(mounted.merge_and_unload()(ids).logits, outputs[-1], rtol=1e-4, atol=1e-4)
     assert torch.equal(outputs[0], peft_model(ids).logits)
     assert (outputs[1] - outputs[0]).abs().max() > 0.1
-    HfApi().create_repo("tester/adapter")
-    HfApi().upload_folder(repo_id="tester/adapter", folder_path=tmp_path)
-    from_hub = mhla_hf.load_adapter(softmax_model(), "tester/adapter", revision="main")
+    name = f"tester/adapter-{windowed}"
+    HfApi().create_repo(name)
+    HfApi().upload_folder(repo_id=name, folder_path=tmp_path)
+    from_hub = mhla_hf.load_adapter(softmax_model(), name, revision="main")
     assert torch.equal(from_hub(ids).logits, outputs[0])
     held = load_file(tmp_path / "adapter_model.safetensors")
-    assert all(".lora_" in name or ".mhla." in name for name in held)
+    assert {name.split(".")[-3] for name in held} >= {"q_proj", "v_proj"}
+    assert any(".mhla." in name for name in held) is not windowed
 
 
 @torch.no_grad()
-def test_mhla_modules_alone(tmp_path):
-    """Of a conversion that kept some heads, without LoRA; the model that was saved stays as it was."""
-    ids, settings = tokens(2, 60, seed=5), {"block_size": 8, "window": 2, "layers": "all", "softmax_heads": {0: [1]}}
-    model = mhla_hf.convert(softmax_model(), **settings)
+@pytest.mark.parametrize("settings", [{"windowed": False}, {"window": 2, "salient": 5, "softmax_heads": {0: [1]}}])
+def test_mhla_modules_alone(settings, tmp_path):
+    """Without LoRA; the model that was saved stays as it was."""
+    ids = tokens(2, 60, seed=5)
+    model = mhla_hf.convert(softmax_model(), block_size=8, layers="all", **settings)
     for name, x in model.named_parameters():
         if ".mhla." in name:
             x += 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(len(name)))
@@ -78,7 +87,7 @@ def test_mhla_modules_alone(tmp_path):
     mhla_hf.save_adapter(model, tmp_path)
     assert list(model.state_dict()) == names
     held = load_file(tmp_path / "adapter_model.safetensors")
-    assert held and all(".mhla." in name for name in held)
+    assert len(held) == sum(".mhla." in name for name in names)
     mounted = mhla_hf.load_adapter(softmax_model(), tmp_path)
     assert torch.equal(mounted(ids).logits, model.eval()(ids).logits)
     assert mounted.config.mhla_measured == {"kl": 0.5}
@@ -120,7 +129,7 @@ def test_bad_input(saved, tmp_path):
 def test_changes_of_distillation_as_lora(tmp_path):
     base, ids = softmax_model(), tokens(2, 60, seed=5)
     base.config.name_or_path = "the base"
-    model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8)
+    model = converted()
     for name, module in model.named_modules():
         if name.endswith((".q_proj", ".v_proj", ".o_proj")):
             factors = [torch.randn(n, 2, generator=torch.Generator().manual_seed(n)) for n in module.weight.shape]
@@ -202,10 +211,10 @@ def edited(folder, tensors=None, cut=None, **fields):
 CORE, LORA = "base_model.model.model.layers.0.self_attn.mhla.", "base_model.model.model.layers.1.self_attn.q_proj."
 UNFIT = {
     "no weight of MHLA": ({"tensors": {f"{CORE}q_map.weight": None}}, "with nothing for 'base_model.model.model.layers.0.s"),
-    "another shape": ({"tensors": {f"{CORE}mixing.power": torch.zeros(3)}}, "with shape [3] for", "expected shape [4]."),
+    "another shape": ({"tensors": {f"{CORE}mixing.weight": torch.zeros(3)}}, "with shape [3] for", "expected shape [32,"),
     "a leftover": ({"tensors": {f"{CORE}mixing.old": torch.zeros(3)}}, "mixing.old', expected nothing."),
     "NaN": ({"tensors": {f"{LORA}lora_A.weight": torch.full((2, 32), torch.nan)}}, "NaN or infinity in", "finite numbers."),
-    "features": ({"feature_map": "relu"}, "has 'feature_map' = 'relu', but the weights were saved with 'softmax'"),
+    "features": ({"feature_map": "relu"}, "has 'feature_map' = 'relu', but the weights were saved with 'hedgehog'"),
     "no settings": ({"mhla": ...}, "expected an adapter that can be read (mhla.json has no 'mhla')."),
     **{f"damaged {file}": ({"cut": file}, "expected an adapter that can be read (")
        for file in ("mhla.json", "adapter_config.json", "adapter_model.safetensors")},
@@ -225,14 +234,13 @@ def test_an_adapter_that_does_not_fit_changes_nothing(case, saved, tmp_path):
 
 
 def test_what_cannot_be_loaded_is_not_saved(tmp_path):
-    model = mhla_hf.convert(softmax_model(), layers=[0, 1], block_size=8)
-    peft_model = get_peft_model(model, LoraConfig(r=2))
+    peft_model = get_peft_model(converted(), LoraConfig(r=2))
     assert {name.split(".")[-1] for name in peft_model.targeted_module_names} == {"q_proj", "v_proj"}
     with refused("model: got the adapter 'default' with nothing for", ".mhla.", "expected shape"):
         mhla_hf.save_adapter(peft_model, tmp_path / "new")
 
     broken = trained_adapter()
-    broken.get_parameter(f"{CORE}modules_to_save.default.mixing.power").data[:] = torch.nan
+    broken.get_parameter(f"{CORE}modules_to_save.default.mixing.weight").data[:] = torch.nan
     with refused("model: got the adapter 'default' with NaN or infinity in"):
         mhla_hf.save_adapter(broken, tmp_path / "new")
     assert not list(tmp_path.iterdir())

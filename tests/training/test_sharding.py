@@ -15,7 +15,7 @@ from mhla_hf.training.tasks.language import LanguageObjective
 
 TOOLS = Path(__file__).parents[1] / "tools"
 RECIPE = """\
-settings: {layers: [1, 2], block_size: 16}
+settings: {layers: [1, 2], block_size: 16, windowed: false}
 stages:
   - {name: transfer, loss: transfer, trainable: mhla, steps: 8, lr: 1e-2, warmup: 2, seq_len: 64, batch_size: 12}
   - {name: distill, loss: logits, steps: 20, lr: 1e-3, lr_mhla: 1e-2, warmup: 3, weight_decay: 0.01, seq_len: 64,

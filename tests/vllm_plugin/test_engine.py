@@ -12,15 +12,11 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 511, 513, 1300)
 HEADS = {"softmax_heads": {0: [1], 2: [0]}}
-LINEAR = {"windowed": False, "rope": "before"}
 MODELS = {
     "llama": ("llama", "all", {}),
     "llama-layers": ("llama", [0, 2], {}),
     "llama-heads": ("llama", [0, 2, 3], HEADS),
-    "llama-linear": ("llama", [0, 2], {**LINEAR, "num_decays": 3, "feature_map": "hedgehog"}),
-    "llama-salient": ("llama", [0, 2, 3], {**HEADS, "salient": 5}),
-    "llama-gate": ("llama", [1, 2], {"gate": True, "output_norm": True}),
-    "llama-unnormalized": ("llama", "all", {**LINEAR, "output_norm": True, "normalize": False}),
+    "llama-window": ("llama", [0, 2, 3], {**HEADS, "salient": 0}),
     "qwen3-heads": ("qwen3", "all", HEADS),
     "smollm3": ("smollm3", [0, 1, 2], HEADS),
     "gemma3-heads": ("gemma3", [0, 2, 3], HEADS),
@@ -126,7 +122,7 @@ def test_pages_that_hold_anything(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layers", ["all", [0, 2]])
 def test_two_tensor_parallel_processes(tmp_path, layers):
-    folder, model = save_converted(tmp_path / "model", layers=layers, gate=True, output_norm=True)
+    folder, model = save_converted(tmp_path / "model", layers=layers)
     with engine(folder, max_num_batched_tokens=64, tensor_parallel_size=2) as llm:
         outputs = answer(llm, make_prompts([1, 17, 130]), 40)
     assert largest_error(model, outputs) < 1e-4

@@ -25,7 +25,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.state: Any = None  # from the first forward pass on
         # With padding; a tensor if this replaces a static layer, so that a compiled step does not recompile as it grows.
         self.seen_tokens: Any = torch.tensor(0) if static else 0
-        self.mixing: Any = None  # the weights with which a state is read: a matrix, or packed decays
+        self.mixing: Any = None  # the matrix with which an `MHLAState` is read
         self.max_cache_len = max_cache_len
         self.softmax: Any = softmax  # layer of transformers for the heads that keep softmax
         self.padded: Any = None  # the mask of the last call with padding, bool [B, T], and `seen_tokens` after it
@@ -48,16 +48,6 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self.seen_tokens.device != hidden_states.device:
             self.seen_tokens = self.seen_tokens.to(hidden_states.device)
         self.seen_tokens.add_(hidden_states.shape[1])  # `+=` would make it an output of a compiled step
-
-    def mixing_for(self, mixing: Any, new_tokens: int, block_size: int) -> Tensor:
-        """Return the mixing [M, M] or [H, M, M] of enough blocks for `new_tokens` more; kept unless it needs a gradient."""
-        needed = -(-(int(self.seen_tokens) + new_tokens) // block_size)
-        if torch.is_grad_enabled() and mixing.weight.requires_grad:
-            return mixing(needed)
-        if self.mixing is None or self.mixing.shape[-1] < needed:
-            capacity = max(mixing.num_blocks, 1 << (needed - 1).bit_length())
-            self.mixing = mixing(capacity).detach()
-        return self.mixing
 
     def note_padding(self, key_mask: Tensor) -> None:
         """Store the mask of a call with padding, bool [B, T], for `crop`; not under torch.compile."""

@@ -8,7 +8,6 @@ arguments. Heads that keep softmax go to the base's own attention function (`Sof
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from ...ops.namespace import NAMESPACE
 from ..derived_classes import AttentionSwap, attention_sizes, calls_interface, is_attention
 from ..transformers_api import check_cache_arrived, find_cache
 from .cache import mhla_cache_layer
-from .rotation import rotation_cos_sin, rotation_layout, unrotate
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
 # Arguments with which other attention functions compute something that MHLA cannot.
@@ -49,8 +47,9 @@ def mhla_attention(
         "starts": starts,
         "key_mask": key_mask,
         "cu_seqlens": kwargs.get("cu_seq_lens_q") if cache is None else None,
-        **{name: kwargs[f"mhla_{name}"] for name in ("rotate", "cos_sin") if f"mhla_{name}" in kwargs},
     }
+    if "mhla_rotate" in kwargs:  # of a model from scratch
+        options["rotate"] = kwargs["mhla_rotate"]
     if not hasattr(module, "attend_with_softmax"):
         o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
     else:
@@ -133,8 +132,8 @@ class SoftmaxMixer(MatrixMixer):
                     cache.softmax.update(heads.part(key, True, 1), heads.part(value, True, 1))
                     query, key, value = (heads.part(x, False, 1) for x in (query, key, value))
                 tokens = (x.transpose(1, 2) for x in (query, key, value))
-                self.mhla.remember(*tokens, cache, options.get("cos_sin"))
-            return self.mhla.finish_output(o, options["hidden_states"], value.dtype)
+                self.mhla.remember(*tokens, cache)
+            return o.to(value.dtype)
         if heads is None:
             return self.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
         outputs = {}  # by whether heads keep softmax
@@ -144,20 +143,7 @@ class SoftmaxMixer(MatrixMixer):
         if heads.counts[False]:
             parts = [heads.part(x, False, 1).transpose(1, 2) for x in (query, key, value)]
             outputs[False] = self.mhla(*parts, **options)
-        elif self.training and torch.is_grad_enabled():
-            # The other processes wait for its gradients of MHLA parameters.
-            got = f"a process that has no MHLA head in layer {self.layer_idx}"
-            raise ValueError(f"tp_size: got {got}, expected fewer processes for training.")
         return heads.join(outputs, 2)
-
-
-class MHLAMixer(SoftmaxMixer):
-    """Passes the rotation of q and k to cores whose far part reads them unrotated, if the layer `reads_unrotated`."""
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.reads_unrotated:
-            kwargs["mhla_cos_sin"] = rotation_cos_sin(self, kwargs)
-        return super().forward(hidden_states, *args, **kwargs)
 
 
 def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, options: Mapping[str, Any]) -> bool:
@@ -165,9 +151,7 @@ def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, optio
     softmax, core = getattr(attention, "softmax_heads", None), attention.mhla
     if not isinstance(softmax, SoftmaxHeads) or torch.compiler.is_compiling():  # vLLM has another class
         return False
-    if (
-        not hasattr(core, "options") or not core.settings.windowed
-    ):  # what replaces a core for a measurement has no options
+    if not hasattr(core, "options"):  # what replaces a core for a measurement has none
         return False
     implementation, cache = softmax.config._attn_implementation, options["cache"]
     if implementation in (None, ATTENTION_NAME):  # then no layer of the model has softmax
@@ -180,9 +164,7 @@ def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, optio
         return False
     if cache is not None and cache.state is not None:
         return False
-    learns = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in core.parameters())
-    drops_window = core.training and core.settings.window_dropout and core.settings.core == "decay"
-    return num_tokens <= core.options.window * core.options.block_size and not learns and not drops_window
+    return num_tokens <= core.options.window * core.options.block_size
 
 
 def find_causal_attentions(model: nn.Module) -> dict[int, Any]:
@@ -201,15 +183,6 @@ def add_softmax(model: Any, settings: MHLASettings) -> None:
             attention.softmax_heads = SoftmaxHeads(attention, model.config)
     for index, heads in (settings.softmax_heads or {}).items():
         keep_softmax_heads(attentions[int(index)], model.config, heads)
-
-
-def add_rotation_and_softmax(model: Any, settings: MHLASettings) -> None:
-    attentions = find_causal_attentions(model)
-    for attention in (attentions[index] for index in settings.layers):  # type: ignore[index]
-        attention.reads_unrotated = settings.rope == "near" and settings.core == "decay"
-        if attention.reads_unrotated:
-            attention.mhla.unrotate = partial(unrotate, layout=rotation_layout(attention))
-    add_softmax(model, settings)
 
 
 def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
@@ -339,5 +312,4 @@ MATRIX_SWAP = AttentionSwap(
     core_sizes=causal_core_sizes,
     prepare=pass_padding,
 )
-SALIENT_SWAP = replace(MATRIX_SWAP, mixin=SoftmaxMixer, finish=add_softmax)
-CAUSAL_SWAP = replace(MATRIX_SWAP, mixin=MHLAMixer, finish=add_rotation_and_softmax)
+WINDOWED_SWAP = replace(MATRIX_SWAP, mixin=SoftmaxMixer, finish=add_softmax)

@@ -1,1 +1,1 @@
-"""Windowed attention: exact softmax over a window of near tokens, MHLA by decays over all far ones."""
+"""Windowed attention: softmax over a window and salient tokens (causal), or over a window with MHLA beyond (both ways)."""

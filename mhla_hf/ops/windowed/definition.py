@@ -5,43 +5,39 @@ from torch import Tensor
 
 from ..blocks import Blocks
 from ..reference import divide_or_zero, inner_products, token_relations
-from .inputs import WindowedInputs, WindowedOptions
+from .options import WindowedOptions
 from .salient import VOTE_UNITS, voting_places
+from .two_way import FarPart
 
 
-def windowed_reference(inputs: WindowedInputs, k_features: Tensor) -> Tensor:
-    """Compute `windowed_attention`, [B, T, H, V] in fp32, or in fp64 if q is."""
-    q, k, v, q_features, decays, balance, options, key_mask, starts, cu_seqlens = inputs
+def two_way_reference(
+    q: Tensor, k: Tensor, v: Tensor, far: FarPart, options: WindowedOptions, *, key_mask: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute `two_way_attention`, [B, T, H, V] in fp32, or in fp64 if q is."""
+    q_features, k_features, log_decay, balance = far
     dtype = torch.promote_types(q.dtype, torch.float32)
-    num_tokens, num_heads = q.shape[1], q.shape[2]
+    num_tokens, queries_per_kv = q.shape[1], q.shape[2] // k.shape[2]
     blocks = Blocks.sequence(num_tokens, options.block_size)
-    padding = key_mask, cu_seqlens, starts
-    query_block, key_block, visible = token_relations(q, k, blocks, blocks, not options.both_ways, *padding)
-    block_distance = query_block[:, :, None] - key_block[:, None, :]
-    if options.both_ways:
-        block_distance = block_distance.abs()
-    is_sink = token_positions(num_tokens, starts, cu_seqlens, q.device) < options.sinks
-    in_window_or_sink = (block_distance < options.window) | is_sink[:, None, :]
-    near, far = (visible & in_window_or_sink)[:, None], (visible & ~in_window_or_sink)[:, None]  # [B, 1, T, S]
+    query_block, key_block, visible = token_relations(q, k, blocks, blocks, False, key_mask, None, starts)
+    distance = (query_block[:, :, None] - key_block[:, None, :]).abs()
+    near, is_far = ((visible & x)[:, None] for x in (distance < options.window, distance >= options.window))
     # Zero the tokens that take no part: a gradient of 0 times NaN would be NaN.
     q, q_features = (torch.where(visible.any(2)[..., None, None], x, 0) for x in (q, q_features))
     k, k_features, v = (torch.where(visible.any(1)[..., None, None], x, 0) for x in (k, k_features, v))
-    mixing = decays.matrix(blocks.num_blocks, options.window, options.both_ways).to(dtype)  # [H, M, M]
-    token_mixing = mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
-    score = inner_products(q, k, dtype) * options.scale
-    far_weight = token_mixing * inner_products(q_features, k_features, dtype)
-    if balance is None:
-        weight = torch.where(near, token_mixing * score, 0) + torch.where(far, far_weight * options.scale, 0)
-    else:
-        largest = score.masked_fill(~near, float("-inf")).amax(-1, keepdim=True)
-        balance = balance.to(dtype)[:, None, None]
-        has_far = (far & (far_weight != 0)).any(-1, keepdim=True)
-        largest = torch.where(has_far, torch.maximum(largest, balance), largest)
-        largest = largest.masked_fill(largest == float("-inf"), 0)
-        weight = torch.where(near, torch.exp(score - largest), 0)
-        weight = weight + torch.where(far & has_far, torch.exp(balance - largest) * far_weight, 0)
-    o = torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(num_heads // v.shape[2], 2))
-    return divide_or_zero(o, weight.sum(-1).transpose(1, 2)) if options.normalize else o
+    mixing = torch.exp(log_decay.to(dtype)[:, None, None] * distance[:, None]).repeat_interleave(queries_per_kv, 1)
+    score = (inner_products(q, k, dtype) * options.scale).masked_fill(~near, float("-inf"))
+    far_weight = (mixing * inner_products(q_features, k_features, dtype)).masked_fill(~is_far, 0)
+    largest = score.amax(-1, keepdim=True)
+    balance = balance.to(dtype)[:, None, None]
+    has_far = (far_weight != 0).any(-1, keepdim=True)
+    largest = torch.where(has_far, torch.maximum(largest, balance), largest)
+    largest = largest.masked_fill(largest == float("-inf"), 0)
+    weight = (
+        torch.exp(score - largest) + torch.exp((balance - largest).masked_fill(~has_far, float("-inf"))) * far_weight
+    )
+    o = torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(queries_per_kv, 2))
+    return divide_or_zero(o, weight.sum(-1).transpose(1, 2))
 
 
 def token_positions(num_tokens: int, starts: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:

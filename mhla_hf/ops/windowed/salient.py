@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..torch_layout import DifferentiableOnce, align_blocks, by_block, by_token, resize_tokens
 from .fused_softmax import causal_softmax, make_mask, no_key, softmax_backward, softmax_forward
-from .inputs import WindowedOptions
+from .options import WindowedOptions
 
 VOTE_UNITS = 2.0**16
 VOTE_EVERY = 4  # the cost of votes is divided by this
@@ -133,7 +133,7 @@ def salient_attention(
         q: [B, T, H, D], rotated queries, in v's dtype.
         k: [B, T, G, D], rotated keys, in v's dtype.
         v: [B, T, G, V], values.
-        options: The options, with `salient` at least 1.
+        options: The options; with `salient` of 0, window and sinks are all that a query sees.
         starts, cu_seqlens: As in `mhla`; at most one of them.
 
     Returns:
@@ -200,11 +200,11 @@ def attend_to_lists(
     blocks = [by_block(q[:, begin * size : end * size], num_kv_heads, size) for begin, end in pieces]
     flat_k, flat_v = (x.flatten(0, 2) for x in (keys.k, keys.v))
     with torch.no_grad():
-        votes = [
-            cast_votes(x, is_voter, flat_k, keys, options, *piece) for x, piece in zip(blocks, pieces, strict=True)
-        ]
-        empty = torch.zeros(len(q), num_kv_heads, first, size, dtype=torch.int32, device=q.device)
-        chosen = choose_salient(torch.cat([empty, *votes], 2), keys, options, start)
+        votes = torch.zeros(len(q), num_kv_heads, num_blocks, size, dtype=torch.int32, device=q.device)
+        if options.salient:
+            for queries, (begin, end) in zip(blocks, pieces, strict=True):
+                votes[:, :, begin:end] = cast_votes(queries, is_voter, flat_k, keys, options, begin, end)
+        chosen = choose_salient(votes, keys, options, start)
     outputs = []
     if first:
         first_k, first_v = (x[:, :, : first * size].transpose(1, 2) for x in (keys.k, keys.v))

@@ -1,8 +1,10 @@
 """The decoder state of `salient.py`, whose size is constant.
 
-The ring holds one block more than the window: each step compares one token of the block that has just left the window with
-the kept ones, and `crop` can take back up to a block. Every step does the same work, and reads no value on the host. Every
-row has its own position.
+The ring holds one block more than the window, so that `crop` can take back up to a block. Every row has its own position.
+
+There are two steps of one token. That of `salient_step` always does the same work and reads no value on the host, so one
+graph serves all: it compares one token of the block that has just left the window with the kept ones. On a CPU without a
+graph, `eager_step` does only what is due: it chooses among all tokens of that block when it leaves, and few queries vote.
 """
 
 from dataclasses import dataclass
@@ -11,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state import RingState
+from ..state import RowState
 from ..torch_layout import MoveTokens, TokenPlaces, resize_tokens, ring_slot, take_tokens, visible_slots
 from .fused_softmax import causal_softmax
-from .inputs import WindowedOptions
+from .options import WindowedOptions
 from .salient import (
     KeyLists,
     SalientStart,
@@ -89,13 +91,19 @@ def plan_salient_step(
 
 
 @dataclass
-class SalientState(RingState):
+class SalientState(RowState):
     """The decoder state of B rows: sinks, a ring of `window + 1` blocks, and N salient tokens per KV head.
 
     The salient tokens come after the slots in k and v. Tokens of the block that left the window are in the ring, and visible
     if they are among the N best, until a step has compared them with the kept ones.
     """
 
+    block_size: int  # tokens per block, C
+    position: Tensor  # int64 [B], number of tokens that each row has seen
+    furthest: Tensor  # int64 [B], the largest `position` of each row when `crop` was called
+    k: Tensor  # [B, G, S + N, D], keys
+    v: Tensor  # [B, G, S + N, V], values
+    valid: Tensor  # bool [B, S], the slots of sinks and ring that hold a token
     rank: Tensor  # int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot
     cast: Tensor  # int32 [B, G, C], the votes so far for the oldest block in the window of the last token
     final: Tensor  # int32 [B, G, C], likewise for the block that has left it; -1 for tokens that cannot be salient
@@ -119,6 +127,33 @@ class SalientState(RingState):
             final=k.new_full((batch, num_kv_heads, size), -1, dtype=torch.int32),
         )
 
+    @torch.no_grad()
+    def fill(self, k: Tensor, v: Tensor, sinks: int) -> None:
+        """Put T tokens of every row, none of which has voted, into an empty state."""
+        num_slots, token = self.valid.shape[1], torch.arange(k.shape[1], device=k.device)
+        kept = torch.cat([token[:sinks], token[max(sinks, len(token) - num_slots + sinks) :]])
+        slots = ring_slot(kept, num_slots, sinks)
+        self.k[:, :, slots] = k[:, kept].transpose(1, 2)
+        self.v[:, :, slots] = v[:, kept].transpose(1, 2)
+        self.valid[:, slots] = True
+        self.position.add_(len(token))
+
+    def crop(self, count: int) -> None:
+        """Remove the last `count` tokens of every row.
+
+        Raises:
+            ValueError: If a row has fewer tokens, or the ring has overwritten tokens that would be needed.
+        """
+        torch.maximum(self.furthest, self.position, out=self.furthest)
+        behind = int((self.furthest - self.position).max()) + count
+        if behind > self.block_size:
+            reach = count - (behind - self.block_size)
+            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the ring still holds.")
+        shortest = int(self.position.min())
+        if count > shortest:
+            raise ValueError(f"count: got {count}, expected at most {shortest}, the length of the shortest row.")
+        self.position.sub_(count)
+
     def start(self, options: WindowedOptions) -> SalientStart:
         """Return the votes so far, and the ranks and places of all tokens that can be salient."""
         size, reach, num_slots = self.block_size, options.window * self.block_size, self.valid.shape[1]
@@ -134,7 +169,7 @@ class SalientState(RingState):
 
 def continue_salient(
     q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, *, starts: Tensor | None = None,
-    fresh: bool = False, plan: SalientStep | None = None,
+    fresh: bool = False, plan: "SalientStep | EagerStep | None" = None,
 ) -> Tensor:  # fmt: skip
     """Compute `salient_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
@@ -151,7 +186,9 @@ def continue_salient(
         [B, T, H, V] in v's dtype; zeros for padding.
     """
     if q.shape[1] == 1 and not fresh:
-        plan = plan or plan_salient_step(state.position, state.furthest, state.valid, options, starts)
+        plan = plan or plan_step(state, options, starts)
+        if isinstance(plan, EagerStep):
+            return eager_step(q, k, v, state, options, plan)
         return salient_step(q, k, v, state, options, plan)
     batch, num_tokens, size, window = *q.shape[:2], options.block_size, options.window
     is_full = fresh and starts is None and not torch.compiler.is_compiling()
@@ -224,11 +261,36 @@ def salient_step(
     The computation does not depend on positions, so one compiled graph serves all steps. Rows with `starts` of 1 do not take
     part: they get zeros, and their position, votes, and salient tokens stay as they are.
     """
-    num_slots, num_kv_heads = state.valid.shape[1], k.shape[2]
-    rows, heads = torch.arange(len(q), device=q.device)[:, None], torch.arange(num_kv_heads, device=q.device)
+    num_slots, num_kv_heads, rows = state.valid.shape[1], k.shape[2], torch.arange(len(q), device=q.device)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
-        held[rows[:, 0], :, plan.slot] = new.to(held.dtype)
+        held[rows, :, plan.slot] = new.to(held.dtype)
     state.valid.copy_(plan.valid)
+    near = plan.near[:, None].expand(-1, num_kv_heads, -1)
+    seen = keep_best(state, near, options, plan) if options.salient else near
+    seen = seen[:, :, None]
+
+    dtype = torch.promote_types(state.k.dtype, torch.float32)
+    queries = q[:, 0].unflatten(1, (num_kv_heads, -1)).to(dtype)
+    score = (queries @ state.k.to(dtype).mT) * options.scale  # [B, G, H / G, S + N]
+    weight = score.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)  # nan where nothing is seen
+    o = weight.to(state.v.dtype) @ state.v
+
+    if options.salient:
+        lse = score[..., :num_slots].masked_fill(~plan.near[:, None, None], float("-inf")).logsumexp(-1)
+        voted = plan.voted_slot[:, None, None].expand(-1, *score.shape[1:3], -1)
+        state.cast.add_(count_votes(score.gather(3, voted)[..., None, :], lse[..., None], plan.is_vote))
+    state.position.add_(plan.is_part)
+    return o.masked_fill(~plan.is_part[:, None, None, None], 0).flatten(1, 2)[:, None].to(v.dtype)
+
+
+def keep_best(state: SalientState, near: Tensor, options: WindowedOptions, plan: SalientStep) -> Tensor:
+    """Compare one token that has left the window with the kept ones, and return what the new token sees.
+
+    `near` bool [B, G, S] says which slots hold its window and the sinks. The result, bool [B, G, S + N], has the slots of
+    salient tokens, too.
+    """
+    num_slots, (batch, num_kv_heads, _) = state.valid.shape[1], state.rank.shape
+    rows, heads = torch.arange(batch, device=near.device)[:, None], torch.arange(num_kv_heads, device=near.device)
     # At the first token of a block, the votes for the block that leaves the window are final.
     cast = state.cast.masked_fill(~plan.is_candidate, -1)
     state.final.copy_(torch.where(plan.opens, cast, state.final))
@@ -247,19 +309,87 @@ def salient_step(
     pending = rank.masked_fill(~plan.is_pending, -1)
     kept = state.rank.masked_fill(position_of(state.rank) >= plan.oldest, -1)
     threshold = torch.cat([kept, pending], 2).topk(options.salient, -1).values[..., -1:].clamp(min=0)
-    near = plan.near[:, None].expand(-1, num_kv_heads, -1)
     left_slot = plan.left_slot[:, None].expand_as(pending)
     near = near.scatter(2, left_slot, near.gather(2, left_slot) | (pending >= threshold))
-    seen = torch.cat([near, kept >= threshold], 2)[:, :, None]
+    return torch.cat([near, kept >= threshold], 2)
 
+
+class EagerStep(NamedTuple):
+    """What one new token per row reads and writes, for rows without padding that were not cropped."""
+
+    slot: Tensor  # int64 [B], the slot of the new token
+    mask: Tensor  # fp32 [B, 1, 1, S + N], 0 for the slots that it sees, else -inf
+    opening: Tensor | None = None  # int64 [n], the rows in which a block leaves the window; None if there is none
+    voters: Tensor | None = None  # int64 [n], the rows whose token votes, likewise
+    votes: tuple[
+        Tensor, ...
+    ] = ()  # the slots of the tokens they vote for, int64 [n, C], and for which, bool [n, 1, 1, C]
+
+
+def plan_step(state: SalientState, options: WindowedOptions, starts: Tensor | None) -> SalientStep | EagerStep:
+    """Plan a step of one token per row of a state; `starts` as in `continue_salient`."""
+    position, furthest = state.position, state.furthest
+    if not torch.compiler.is_compiling() and position.device.type == "cpu" and starts is None:
+        # `salient_step` may have left tokens that are to be compared in the further steps of a block.
+        is_pending = (state.final >= 0).any(2).any(1) & (position % options.block_size > 0)
+        if not bool((is_pending | (furthest > position)).any()):
+            return plan_eager_step(position, state.valid.shape[1], options)
+    return plan_salient_step(position, furthest, state.valid, options, starts)
+
+
+def plan_eager_step(position: Tensor, num_slots: int, options: WindowedOptions) -> EagerStep:
+    """Plan a step from the number of tokens that each row has seen, int64 [B], and the number of slots S."""
+    size, window, voting, device = options.block_size, options.window, voting_places(options), position.device
+    place, block = position % size, position // size
+    num_left = ((block - window + 1) * size - options.sinks)[:, None]  # tokens that have left the window
+    is_kept = torch.arange(options.salient, device=device) < num_left
+    seen = torch.cat([visible_slots(position, num_slots, size, window, options.sinks), is_kept], 1)
+    mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None, None]
+    plan = EagerStep(ring_slot(position, num_slots, options.sinks), mask)
+    opening = ((place == 0) & (block >= window)).nonzero()[:, 0]
+    voters = ((place % voting.step == voting.start) & (block >= window - 1)).nonzero()[:, 0]
+    if options.salient and len(opening):
+        plan = plan._replace(opening=opening)
+    if options.salient and len(voters):
+        voted = ((block[voters] - window + 1) * size)[:, None] + torch.arange(size, device=device)
+        is_vote = (voted <= position[voters, None])[:, None, None]
+        plan = plan._replace(voters=voters, votes=(ring_slot(voted, num_slots, options.sinks), is_vote))
+    return plan
+
+
+@torch.no_grad()
+def eager_step(
+    q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, plan: EagerStep
+) -> Tensor:
+    """Compute `continue_salient` for one token of every row, of a state in which all tokens that left were compared."""
+    num_slots, rows = state.valid.shape[1], torch.arange(len(q), device=q.device)
+    for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
+        held[rows, :, plan.slot] = new.to(held.dtype)
+    state.valid[rows, plan.slot] = True
+    if plan.opening is not None:
+        choose_anew(state, plan.opening, options)
     dtype = torch.promote_types(state.k.dtype, torch.float32)
-    queries = q[:, 0].unflatten(1, (num_kv_heads, -1)).to(dtype)
-    score = (queries @ state.k.to(dtype).mT) * options.scale  # [B, G, H / G, S + N]
-    weight = score.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)  # nan where nothing is seen
-    o = weight @ state.v.to(dtype)
+    score = (q[:, 0].unflatten(1, (k.shape[2], -1)).to(dtype) @ state.k.to(dtype).mT).mul_(options.scale)
+    score.add_(plan.mask)
+    o = score.softmax(-1).to(state.v.dtype) @ state.v
+    if plan.voters is not None:
+        (slot, is_vote), near = plan.votes, score[plan.voters, ..., :num_slots]
+        voted = near.gather(3, slot[:, None, None].expand(-1, *score.shape[1:3], -1))
+        state.cast[plan.voters] += count_votes(voted[..., None, :], near.logsumexp(-1)[..., None], is_vote)
+    state.position.add_(1)
+    return o.flatten(1, 2)[:, None].to(v.dtype)
 
-    lse = score[..., :num_slots].masked_fill(~plan.near[:, None, None], float("-inf")).logsumexp(-1)
-    voted = plan.voted_slot[:, None, None].expand(-1, *score.shape[1:3], -1)
-    state.cast.add_(count_votes(score.gather(3, voted)[..., None, :], lse[..., None], plan.is_vote))
-    state.position.add_(plan.is_part)
-    return o.masked_fill(~plan.is_part[:, None, None, None], 0).flatten(1, 2)[:, None].to(v.dtype)
+
+def choose_anew(state: SalientState, rows: Tensor, options: WindowedOptions) -> None:
+    """Choose the salient tokens of those rows [n] in which a block has just left the window, in place."""
+    num_slots, size, device = state.valid.shape[1], options.block_size, rows.device
+    left = state.position[rows, None] - options.window * size + torch.arange(size, device=device)  # [n, C]
+    left_rank = rank_tokens(state.cast[rows], left[:, None], (left >= options.sinks)[:, None])
+    rank, index = torch.cat([state.rank[rows], left_rank], 2).topk(options.salient, -1)
+    held = num_slots + torch.arange(options.salient, device=device).expand(len(rows), -1)
+    slot = torch.cat([held, ring_slot(left, num_slots, options.sinks)], 1)[:, None].expand(-1, rank.shape[1], -1)
+    slot = slot.gather(2, index)[..., None]
+    for x in (state.k, state.v):
+        x[rows, :, num_slots:] = x[rows].take_along_dim(slot, 2)
+    state.rank[rows] = rank
+    state.cast[rows], state.final[rows] = 0, -1

@@ -20,7 +20,6 @@ from mhla_hf.ops.blocks import Blocks
 from mhla_hf.ops.triton.common import blocks_as_numbers
 from mhla_hf.ops.triton.register import triton_backward, triton_forward
 from mhla_hf.ops.triton.tuning import TunedKernel
-from mhla_hf.ops.windowed.triton_step import small_page_call
 
 CHIPS = {"80": 163, "90": 227, "100": 227, "120": 99, "gfx942": 64}  # KiB of shared memory a block may use
 GRID, VIDEO = Blocks.grid((16, 16), (4, 4)), Blocks.grid((3, 10, 20), (3, 5, 10))
@@ -34,8 +33,6 @@ SHAPES = {  # blocks, widths, causal, normalize
     "sana": (GRID, (32, 32), False, True),
     "wan": (VIDEO, (128, 128), False, False),
 }
-PAGES = {"pages-64": (64, 64), "pages-128": (128, 256)}  # widths of heads and features, in a serving engine
-SCALAR = {"advance_kernel", "page_attention_kernel"}  # without matrix products
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -99,16 +96,13 @@ def spilled(compiled, chip):
 def main(*pairs):
     """Compile shapes for chips, each "shape:chip" or "all:chip"; a line for each kernel; an error if one does not fit."""
     found, pairs = [], [pair.split(":") for pair in pairs]
-    pairs = [(own, chip) for name, chip in pairs for own in ([*SHAPES, *PAGES] if name == "all" else [name])]
+    pairs = [(own, chip) for name, chip in pairs for own in (SHAPES if name == "all" else [name])]
     compile_only(found)
     for shape, chip in pairs:
         driver.active.device = list(CHIPS).index(chip)
         torch.version.hip = "6" if chip.startswith("gfx") else None
         found.clear()
-        if shape in PAGES:
-            small_page_call(torch.device("cpu"), width=PAGES[shape][0], num_features=PAGES[shape][1])
-        else:
-            call(*SHAPES[shape])
+        call(*SHAPES[shape])
         for name, compiled in dict(found).items():
             code = compiled.asm["amdgcn" if chip.startswith("gfx") else "ptx"]
             cores = bool(re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma)", code))
@@ -116,7 +110,7 @@ def main(*pairs):
             shared = compiled.metadata.shared / 1024
             print(f"{shape} {chip} {name}: {registers} registers, {spill} bytes spilled, {shared:.0f} KiB", flush=True)
             assert shared <= CHIPS[chip], f"more than {CHIPS[chip]} KiB of shared memory"
-            assert cores or name in SCALAR, "no tensor cores"
+            assert cores, "no tensor cores"
 
 
 if __name__ == "__main__":

@@ -8,17 +8,19 @@ import itertools
 import pytest
 import torch
 from hypothesis import given
-from tools.ops_cases import build_windowed, distance, generated, salient_cases
+from tools.ops_cases import build_windowed, distance, generated, windowed_cases
 
 from mhla_hf.ops.windowed import salient
 from mhla_hf.ops.windowed.definition import salient_reference
-from mhla_hf.ops.windowed.inputs import WindowedOptions
+from mhla_hf.ops.windowed.options import WindowedOptions
 from mhla_hf.ops.windowed.salient import salient_attention
-from mhla_hf.ops.windowed.salient_decoding import SalientState, continue_salient
+from mhla_hf.ops.windowed.salient_decoding import SalientState, continue_salient, plan_salient_step
 
 TOKENS = 83
 FORMS = {
     "few": WindowedOptions(block_size=5, window=2, sinks=3, scale=0.5, salient=4),
+    "none": WindowedOptions(block_size=5, window=2, sinks=3, scale=0.5, salient=0),
+    "none, window of a block": WindowedOptions(block_size=6, window=1, sinks=0, scale=0.5, salient=0),
     "one": WindowedOptions(block_size=5, window=2, sinks=5, scale=0.5, salient=1),
     "more than a block": WindowedOptions(block_size=5, window=3, sinks=0, scale=0.5, salient=7),
     "more than all tokens": WindowedOptions(block_size=6, window=3, sinks=4, scale=0.5, salient=90),
@@ -79,8 +81,26 @@ def test_decoding_equals_the_definition(name, cuts):
     assert distance(o, salient_reference(*problem(), FORMS[name], starts=STARTS)) <= 1e-12
 
 
-def test_gradients_of_a_piece_are_those_where_earlier_tokens_are_constant():
-    tensors, options = problem(), FORMS["few"]
+@pytest.mark.parametrize("name", FORMS)
+def test_the_steps_of_graphs_and_of_a_cpu_without_one_take_turns(name):
+    """Every seven tokens, also within a block, and beside pieces of several tokens."""
+    tensors, options = problem(), FORMS[name]
+    for first, long_every in ((1, 99), (13, 99), (20, 5)):
+        state, at = SalientState.empty(*tensors[1:], options), first
+        o = [continue_salient(*(x[:, :first] for x in tensors), state, options, fresh=True)]
+        for number in range(TOKENS):
+            end, plan = min(at + (3 if number % long_every == 3 else 1), TOKENS), None
+            if end == at + 1 and number // 7 % 2:
+                plan = plan_salient_step(state.position, state.furthest, state.valid, options)
+            if end > at:
+                o.append(continue_salient(*(x[:, at:end] for x in tensors), state, options, plan=plan))
+            at = end
+        assert distance(torch.cat(o, 1), salient_reference(*tensors, options)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["few", "none"])
+def test_gradients_of_a_piece_are_those_where_earlier_tokens_are_constant(name):
+    tensors, options = problem(), FORMS[name]
     for past in (0, 37):
         pieces = [[x[:, :past], x[:, past:].requires_grad_()] for x in problem()]
         o = salient_reference(*(torch.cat(piece, 1) for piece in pieces), options)[:, past:]
@@ -166,7 +186,7 @@ def test_tokens_fed_anew_across_a_block_edge_see_each_token_once(name):
                 kept = (exact > 0) & (near[:, None] | (exact[:, at - 1 : at] > 0))
                 assert not (kept & ~seen).any()
                 missing += int(((exact > 0) & ~seen).sum())
-    assert (missing > 0) == (size > 1 and options.salient < TOKENS)
+    assert (missing > 0) == (size > 1 and 0 < options.salient < TOKENS)
 
 
 @pytest.mark.parametrize("steps", [False, True])
@@ -191,10 +211,23 @@ def test_other_tokens_after_a_crop_see_none_that_was_taken_back(name, steps):
         assert torch.equal((o > 0).sum(-1), counts[:, None].expand(2, -1, 4))
 
 
+def test_no_more_is_taken_back_than_the_ring_holds():
+    """However it is done: a few tokens between two crops do not bring back what they had overwritten."""
+    with torch.inference_mode():
+        _, state = decode(problem(), FORMS["few"], [40])
+    state.crop(3)
+    with pytest.raises(ValueError, match="expected at most 2, the tokens that the ring still holds"):
+        state.crop(3)
+    state.crop(2)
+    state.select(torch.tensor([1, 0]))
+    assert not state.position.is_inference() and state.position.tolist() == [35, 35]
+
+
+@pytest.mark.parametrize("name", ["few", "none"])
 @pytest.mark.parametrize("steps", [False, True])
-def test_a_row_of_padding_alone_is_nothing(steps):
+def test_a_row_of_padding_alone_is_nothing(steps, name):
     """Whatever its keys and values are."""
-    options, (q, k, v), starts = FORMS["few"], problem(), torch.tensor([0, 12])
+    options, (q, k, v), starts = FORMS[name], problem(), torch.tensor([0, 12])
     expected = salient_reference(q, k, v, options, starts=starts)
     k[1, :12], v[1, :12] = torch.nan, torch.nan
     prompt = [x[:, :12] for x in (q, k, v)]
@@ -228,7 +261,7 @@ def count_margin(rank, count):
 
 
 @generated(100)
-@given(case=salient_cases())
+@given(case=windowed_cases())
 def test_generated_cases(case):
     """Whole, and decoded with tokens taken back on the way and fed anew. A softmax enlarges errors by its largest score.
 
@@ -246,7 +279,7 @@ def test_generated_cases(case):
         patch.setattr(salient, "PIECE_BLOCKS", piece_blocks)
         patch.setattr(salient, "best_tokens", best_tokens)
         for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-            tensors, _, _, padding, enlarged = build_windowed(case, dtype)
+            tensors, padding, enlarged = build_windowed(case, dtype)
             if dtype == torch.float32 and min(margins, default=2**31) < 8 + enlarged:
                 return  # rounding is at most a vote of each query, and a block has at most two that vote
             bound = bound * enlarged

@@ -45,6 +45,8 @@ CASES = {
     "quantized": (quantized, "student: got a WeightQBytesTensor of torch.float32 for 'model.*weight', expected float"),
     "frozen": (lambda lab: {"student": lab.student().requires_grad_(False)},
         "frozen parameters alone where stage .lm. trains 'all'"),
+    "no weights of MHLA": (lambda lab: {"student": lab.student(windowed=True), "stages": TRANSFER},
+        "trainable: got 'mhla' in stage 'transfer' for MHLA layers without parameters, expected 'attention' or 'all'."),
     "unconverted": (lambda lab: {"student": lab.teacher(), "stages": TRANSFER},
         "student: got a model without MHLA layers for stage .transfer."),
     "no teacher": ({"stages": LOGITS}, "teacher: got None, expected a model for the loss .logits. of stage .logits."),
