@@ -111,7 +111,7 @@ class PagedAttention:
         size = max(1, CHUNK_BYTES // (page_bytes * pages_per_request))
         batches = []
         for first in range(0, len(position), size):
-            rows = slice(first, first + size)
+            rows = slice(first, min(first + size, len(position)))
             step = plan_eager_step(position[rows], self.pool.layout.num_slots, self.options)
             new = [row for row, token in enumerate(position[rows].tolist()) if token <= 0]
             batches.append(DecodeBatch(rows, position[rows], step, new))
