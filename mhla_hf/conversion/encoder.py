@@ -19,7 +19,7 @@ from ..models.families import Family
 from ..nn.settings import MHLASettings
 from ..plots import render_report
 from .fit import OutputFit
-from .steps import check_learning, check_report, leave_inference_mode, row_length
+from .steps import check_learning, check_report, check_row_length, leave_inference_mode, row_length, shortest_row
 from .teacher import run_body, softmax_instead
 from .transformers_models import convert_in_place, settings_with_text
 
@@ -55,13 +55,9 @@ def convert_encoder(
         check_writable(checkpoint, "checkpoint")
     saved_steps = Checkpoint(checkpoint)
     start_time = time.monotonic()
-    window, block_size = mhla_settings.window, mhla_settings.block_size
-    shortest = (window + 1) * block_size + 1
     with renamed_errors("data", "text"):
-        rows = read_rows(model, tokenizer, text, seed, effort, shortest)
-    if (row_tokens := rows.fit[0].shape[1]) < shortest:
-        expected = f"a window and one block of less than the {row_tokens} tokens of a row"
-        raise ValueError(f"window: got {window} with block_size {block_size}, expected {expected}.")
+        rows = read_rows(model, tokenizer, text, seed, effort, shortest_row(mhla_settings))
+    check_row_length(rows.fit[0].shape[1], mhla_settings)
     ids = [batch.tolist() for batch in (*rows.fit, *rows.held_out)]
     config = {**model.config.to_dict(), "_name_or_path": None}
     saved_steps.identify(ids, effort, seed, mhla_settings.to_dict(), config, fingerprint_model(model))

@@ -26,7 +26,7 @@ from .head_choice import (
     give_softmax_back,
     set_salient,
 )
-from .steps import check_learning, check_report, leave_inference_mode, row_length
+from .steps import check_learning, check_report, check_row_length, leave_inference_mode, row_length, shortest_row
 from .teacher import log_probabilities, mean_kl, softmax_instead
 from .transformers_models import convert_in_place, settings_with_text
 
@@ -62,13 +62,9 @@ def convert_language_model(
     start_time = time.monotonic()
     context = model.config.max_position_embeddings if context is None else context
     choice = HeadChoice(model, mhla_settings, "auto" if keep is None else keep, context, tolerance, compares_slots)
-    window, block_size = mhla_settings.window, mhla_settings.block_size
-    shortest = (window + 1) * block_size + 1
     with renamed_errors("data", "text"):
-        rows = read_rows(model, tokenizer, text, seed, progress, effort, shortest)
-    if (row_tokens := rows.held_out[0].shape[1]) < shortest:
-        expected = f"a window and one block of less than the {row_tokens} tokens of a row"
-        raise ValueError(f"window: got {window} with block_size {block_size}, expected {expected}.")
+        rows = read_rows(model, tokenizer, text, seed, progress, effort, shortest_row(mhla_settings))
+    check_row_length(rows.held_out[0].shape[1], mhla_settings)
     leave_inference_mode(model)
     attention_function = model.config._attn_implementation
     convert_in_place(model, family, mhla_settings)

@@ -107,6 +107,19 @@ def row_length(source: Any, longest: int, shortest: int) -> int:
     return min(longest, num_tokens // 6)
 
 
+def shortest_row(settings: MHLASettings) -> int:
+    """Return the fewest tokens of a row from which something is beyond the window: more than it and one block."""
+    return (settings.window + 1) * settings.block_size + 1
+
+
+def check_row_length(num_tokens: int, settings: MHLASettings) -> None:
+    """Raise ValueError if rows of text have fewer tokens than `shortest_row`."""
+    if num_tokens < shortest_row(settings):
+        got = f"{settings.window} with block_size {settings.block_size}"
+        expected = f"a window and one block of less than the {num_tokens} tokens of a row"
+        raise ValueError(f"window: got {got}, expected {expected}.")
+
+
 def check_report(report: dict[str, Any]) -> None:
     """Raise ValueError if a score in a report is NaN or infinite."""
     try:

@@ -1,7 +1,8 @@
 """Decoder states in the pages of a serving engine, as rows of one pool that requests take and return.
 
 A page holds the state of some KV heads of one layer for one request, in as many bytes as a page of keys and values. It is a
-`SalientState` without what follows from the request's position: which slots are filled.
+`SalientState` without what follows from the request's position, which slots are filled, and without `final`: the steps of
+an engine compare all tokens of a block when it leaves the window.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,7 @@ from ..ops.windowed.options import WindowedOptions
 from ..ops.windowed.salient_decoding import EagerStep, SalientState, continue_salient, eager_step, plan_eager_step
 
 # What a page has of a state, in this order in memory: wide types come first, where they are aligned.
-PARTS = ("rank", "cast", "final", "k", "v")
-# Values of parts in a state without tokens, as in `SalientState.empty`; all other parts are 0.
-EMPTY = {"rank": -1, "final": -1}
+PARTS = ("rank", "cast", "k", "v")
 CHUNK_BYTES = 4 * 2**20  # of the states that a step copies at a time: more would leave the processor's cache
 
 
@@ -79,7 +78,7 @@ class PagePool:
     def clear(self, pages: torch.Tensor) -> None:
         """Fill pages int64 [N, P], which may hold anything, with the state of requests without tokens."""
         for name, part in self.parts.items():
-            part[pages] = EMPTY.get(name, 0)
+            part[pages] = -1 if name == "rank" else 0  # as in `SalientState.empty`
 
     def write_token(self, pages: torch.Tensor, slot: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write keys [N, G, D] and values [N, G, V] of one token per request into slots int64 [N] of its pages [N, P]."""
@@ -139,12 +138,14 @@ class PagedAttention:
 
     def read_state(self, pages: torch.Tensor, position: torch.Tensor) -> SalientState:
         """Copy the pages [N, P] of N requests, which have `position` tokens [N] each, into a state."""
+        parts = dict(zip(self.pool.parts, self.pool.take(pages, *self.pool.parts), strict=True))
         return SalientState(
             block_size=self.options.block_size,
             position=position.clone(),
             furthest=torch.zeros_like(position),
             valid=slot_positions(position, self.pool.layout.num_slots, self.options.sinks) >= 0,
-            **dict(zip(self.pool.parts, self.pool.take(pages, *self.pool.parts), strict=True)),
+            final=torch.full_like(parts["cast"], -1),
+            **parts,
         )
 
     def prefill(
@@ -152,10 +153,9 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Attend by T tokens of one request from `start` on, q [T, H, D] to o [T, H, V], and update its pages [1, P]."""
         q, k, v = q[None], k[None], v[None]
-        if start == 0:
-            state = SalientState.empty(k, v, self.options)
-        else:
-            state = self.read_state(pages, torch.full((1,), start, device=pages.device))
-        o = continue_salient(q, k, v, state, self.options, fresh=start == 0)
+        position = torch.full((1,), start, device=pages.device)
+        state = SalientState.empty(k, v, self.options) if start == 0 else self.read_state(pages, position)
+        step = plan_eager_step(position, self.pool.layout.num_slots, self.options)  # if there is one token
+        o = continue_salient(q, k, v, state, self.options, fresh=start == 0, plan=step)
         self.pool.put(pages, **{name: getattr(state, name) for name in self.pool.parts})
         return o[0]

@@ -321,9 +321,8 @@ class EagerStep(NamedTuple):
     mask: Tensor  # fp32 [B, 1, 1, S + N], 0 for the slots that it sees, else -inf
     opening: Tensor | None = None  # int64 [n], the rows in which a block leaves the window; None if there is none
     voters: Tensor | None = None  # int64 [n], the rows whose token votes, likewise
-    votes: tuple[
-        Tensor, ...
-    ] = ()  # the slots of the tokens they vote for, int64 [n, C], and for which, bool [n, 1, 1, C]
+    voted_slot: Tensor | None = None  # int64 [n, C], the slots of the block that they vote for, likewise
+    is_vote: Tensor | None = None  # bool [n, 1, 1, C], for which of its tokens, likewise
 
 
 def plan_step(state: SalientState, options: WindowedOptions, starts: Tensor | None) -> SalientStep | EagerStep:
@@ -353,7 +352,8 @@ def plan_eager_step(position: Tensor, num_slots: int, options: WindowedOptions) 
     if options.salient and len(voters):
         voted = ((block[voters] - window + 1) * size)[:, None] + torch.arange(size, device=device)
         is_vote = (voted <= position[voters, None])[:, None, None]
-        plan = plan._replace(voters=voters, votes=(ring_slot(voted, num_slots, options.sinks), is_vote))
+        voted_slot = ring_slot(voted, num_slots, options.sinks)
+        plan = plan._replace(voters=voters, voted_slot=voted_slot, is_vote=is_vote)
     return plan
 
 
@@ -373,9 +373,10 @@ def eager_step(
     score.add_(plan.mask)
     o = score.softmax(-1).to(state.v.dtype) @ state.v
     if plan.voters is not None:
-        (slot, is_vote), near = plan.votes, score[plan.voters, ..., :num_slots]
-        voted = near.gather(3, slot[:, None, None].expand(-1, *score.shape[1:3], -1))
-        state.cast[plan.voters] += count_votes(voted[..., None, :], near.logsumexp(-1)[..., None], is_vote)
+        assert plan.voted_slot is not None and plan.is_vote is not None  # as there are voters
+        near = score[plan.voters, ..., :num_slots]
+        voted = near.gather(3, plan.voted_slot[:, None, None].expand(-1, *score.shape[1:3], -1))
+        state.cast[plan.voters] += count_votes(voted[..., None, :], near.logsumexp(-1)[..., None], plan.is_vote)
     state.position.add_(1)
     return o.flatten(1, 2)[:, None].to(v.dtype)
 
