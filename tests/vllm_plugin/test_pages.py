@@ -53,7 +53,9 @@ class Requests:
         position = torch.tensor([len(self.held[row][1]) for row in rows])
         held = torch.tensor([self.held[row][0] for row in rows])
         for batch in self.attention.plan(position, held.shape[1]):
-            more = (torch.cat([x, torch.full_like(x[:9], torch.nan)]) for x in self.inputs(rows, position))  # of prompts
+            more = (
+                torch.cat([x, torch.full_like(x[:9], torch.nan)]) for x in self.inputs(rows, position)
+            )  # of prompts
             o = self.attention.decode(*more, held, batch)
             for row, output in zip(rows[batch.rows], o, strict=True):
                 self.held[row][1].append(output)
