@@ -165,7 +165,7 @@ def judge_task(model: Any, tokenizer: Any, data: Sequence[str], job: Row) -> dic
     name = job["task"]
     folder, shots = TASKS[name]
     task_folder = Path(lm_eval.tasks.__file__).parent / folder
-    loaded = load_tasks([name], task_folder, num_fewshot=shots, data_files=data[0])[0].loaded
+    loaded = load_tasks([name], [task_folder], num_fewshot=shots, data_files=data[0])[0].loaded
     task = loaded["tasks"][name]
     task.sampler = FirstNSampler(task.eval_docs.to_list())
     reader = PrefixReader(pretrained=model, tokenizer=tokenizer)

@@ -5,13 +5,12 @@ import json
 
 import pytest
 import torch
-from tools.small_models import CACHE, refused, softmax_model
+from tools.small_models import CACHE, softmax_model
 from tools.small_types import small_model_of
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, ViTConfig
 
 import mhla_hf
 from mhla_hf.cli.main import main
-from mhla_hf.conversion.transformers_models import NotConvertible
 from mhla_hf.info import compare_with_softmax, describe_model
 from mhla_hf.models.language.cache import MHLACacheLayer
 
@@ -74,8 +73,6 @@ def test_why_layers_stay():
         (softmax_model(), mhla_hf.convert(softmax_model(), layers=[1]), {"by the choice of layers or heads": [0, 2]}),
     ):
         assert compare_with_softmax(model.config, converted and converted.config, 9)["kept_layers"] == kept
-    with refused("it sees only the last 16 tokens", kind=NotConvertible):
-        compare_with_softmax(softmax_model("mistral", sliding_window=16).config, None, 9)
 
 
 @pytest.fixture

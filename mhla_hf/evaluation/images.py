@@ -20,7 +20,7 @@ from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import choose_device, load_classifier, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
 from ..data import load_split
-from ..training.datasets.images import open_images, top1_accuracy
+from ..training.datasets.images import IMAGE_ENDINGS, open_images, top1_accuracy
 from ..training.datasets.latents import read_prompt_lines
 from . import image_scores
 from .image_scores import Moments
@@ -42,35 +42,20 @@ MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # names
 
 @checked
 class ImageProtocol:
-    """Settings of a recipe of kind "image": how images are generated and scored.
+    """Settings of a recipe of kind "image": how images are generated and scored."""
 
-    Args:
-        name: Name of the task in tables.
-        images: Number of images.
-        classes: Number of classes. Labels are drawn at random. Not together with `prompts`.
-        prompts: File with one prompt per line, used in order, and again from the first if there are more images.
-        sampling: Further arguments of the pipeline.
-        reference: ADM's .npz file (arr_0; mu, sigma, mu_s, sigma_s), or a folder of images of one size.
-        extractor: "inception", "module:function", or an `Extractor`.
-        weights: Local file of Inception's weights.
-        clip: Folder or id of a CLIP model.
-        neighbors: Number of nearest neighbors for precision and recall.
-        splits: Number of splits for IS.
-        samples: Folder for the generated images, with a subfolder per model.
-    """
-
-    name: str = "images"
-    images: int = at_least(1, 50_000)
-    classes: int | None = None
-    prompts: str | Path | None = None
-    sampling: dict = dataclasses.field(default_factory=dict)
-    reference: str | Path | None = None
-    extractor: object = "inception"
-    weights: str | Path | None = None
-    clip: str | Path = "openai/clip-vit-large-patch14"
-    neighbors: int = at_least(1, 3)
-    splits: int = at_least(1, 10)
-    samples: str | Path = "out/samples"
+    name: str = "images"  # of the task in tables
+    images: int = at_least(1, 50_000)  # number of images
+    classes: int | None = None  # number of classes, of which labels are drawn at random; not together with `prompts`
+    prompts: str | Path | None = None  # file with one prompt per line, used in order, and again from the first
+    sampling: dict = dataclasses.field(default_factory=dict)  # further arguments of the pipeline
+    reference: str | Path | None = None  # ADM's .npz file, or a folder of images of one size
+    extractor: object = "inception"  # or "module:function", or an `Extractor`
+    weights: str | Path | None = None  # local file of Inception's weights
+    clip: str | Path = "openai/clip-vit-large-patch14"  # folder or Hub id
+    neighbors: int = at_least(1, 3)  # number of nearest neighbors for precision and recall
+    splits: int = at_least(1, 10)  # number of splits for IS
+    samples: str | Path = "out/samples"  # folder for the generated images, with a subfolder per model
 
     def validate_conditions(self) -> None:
         if self.classes is not None and self.prompts is not None:
@@ -116,7 +101,8 @@ class _Judge(PipelineJudge):
         """Return all requested scores, after measuring those that are not known."""
         task = self.protocol.name
         labels = {name: self.label(name) for name in self.args.recipe.tasks}
-        if missing := {name for name, label in labels.items() if not self.subject.knows(task, label, self.hash)}:
+        key = {"task": task, "task_hash": self.hash}
+        if missing := {name for name, label in labels.items() if not self.subject.knows(metric=label, **key)}:
             self._score(missing)
         requested = {(task, label, self.count, self.args.limit) for label in labels.values()}
         return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in requested)
@@ -162,7 +148,7 @@ class _Judge(PipelineJudge):
         path = Path(self.protocol.reference)
         moments = {}
         if path.is_dir():
-            images: Any = sorted(file for file in path.rglob("*") if file.suffix in image_scores.IMAGE_SUFFIXES)
+            images: Any = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_ENDINGS)
         else:
             message = f"reference: got {str(path)!r}, expected an .npz file"
             with wrap_errors(message), numpy.load(path, allow_pickle=False) as file:
@@ -238,19 +224,12 @@ class _Judge(PipelineJudge):
 
 @checked
 class ClassificationProtocol:
-    """Settings of a recipe of kind "classification".
+    """Settings of a recipe of kind "classification"."""
 
-    Args:
-        name: Name of the task in tables.
-        data: Folder with one folder of images per class, or Hub id of a dataset with the columns "image" and "label".
-        split: Split of a dataset.
-        processor: A transformers image processor, or a folder or Hub id of one; None means the model's own.
-    """
-
-    name: str = "images"
-    data: str | Path | None = None
-    split: str = "validation"
-    processor: object = None
+    name: str = "images"  # of the task in tables
+    data: str | Path | None = None  # folder with a folder of images per class, or Hub id of a dataset
+    split: str = "validation"  # of a dataset
+    processor: object = None  # an image processor, or a folder or Hub id of one; None means the model's own
 
 
 def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
@@ -278,7 +257,7 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
     task, count = protocol.name, len(images)
     task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
     for subject in subjects:
-        if subject.knows(task, "acc", task_hash):
+        if subject.knows(task=task, metric="acc", task_hash=task_hash):
             continue
         started = time.perf_counter()
         model, own_processor = subject.load(load_classifier)

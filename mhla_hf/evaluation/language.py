@@ -35,7 +35,7 @@ from ..checkpoints.values import at_least, checked, read_settings
 from ..data import read_text_file
 from .recall import OBJECTS, TASKS, make_recall
 from .records import Result, Results, finite
-from .subjects import Subject, broadcast_scores, find_subjects, joined_processes, list_paths
+from .subjects import Subject, broadcast_scores, find_subjects, joined_processes
 
 logger = logging.getLogger("mhla_hf")
 HARNESS_SEEDS = (0, 1234, 1234, 1234)
@@ -48,17 +48,13 @@ MIN_LENGTH = 128
 class LanguageProtocol:
     """Settings of a recipe of kind "language" whose tasks are generated for given lengths: recall, or lm-eval's RULER.
 
-    Args:
-        lengths: Numbers of tokens, at least 128, of text, question and answer together; empty for tasks without a length.
-        depths: For recall, places of the facts in percent of the text.
-        items: For recall, number of questions per depth.
-        text: For recall, a UTF-8 file between whose lines the facts stand; None means filler.
+    `lengths` are tokens of text, question and answer together; empty for tasks without a length. The rest is for recall.
     """
 
     lengths: int | list[int] = dataclasses.field(default_factory=list)
-    depths: list[int] = dataclasses.field(default_factory=lambda: [0, 25, 50, 75, 100])
-    items: int = at_least(1, 20)
-    text: str | None = None
+    depths: list[int] = dataclasses.field(default_factory=lambda: [0, 25, 50, 75, 100])  # in percent of the text
+    items: int = at_least(1, 20)  # number of questions per depth
+    text: str | None = None  # a UTF-8 file between whose lines the facts stand; None means filler
 
     def validate_lengths(self) -> None:
         self.lengths = sorted({self.lengths} if isinstance(self.lengths, int) else set(self.lengths))
@@ -86,9 +82,8 @@ class Requested:
         self.scored = by_task | {name: (all_hashes, max_shots) for name, group in groups if group.has_aggregation}
 
     def is_known(self, subject: Subject, window: int | None) -> bool:
-        conditions = (subject.args.limit, recorded_seed(subject.args), subject.dtype, window)
-        kept = [r for r in subject.kept if (r.limit, r.seed, r.dtype, r.window) == conditions]
-        return {(r.task, r.task_hash, r.shots) for r in kept} >= {(name, *x) for name, x in self.scored.items()}
+        shared = {"seed": recorded_seed(subject.args), "window": window}
+        return all(subject.knows(task=x, task_hash=y, shots=z, **shared) for x, (y, z) in self.scored.items())
 
 
 def judge_language_models(models: object, args: Any) -> dict[str, Results]:
@@ -100,31 +95,28 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
             raise ValueError(f"tokenizer: got None, expected one for the loaded model {subject.name!r}.")
     with quiet_harness(args.progress):
         requested = _load_requested_tasks(protocol, subjects[0], args)
-    shots = {(name, shots) for item in requested for name, (_, shots) in item.scored.items()}
-    compared = {}
+    wanted = {(name, shots, args.limit) for item in requested for name, (_, shots) in item.scored.items()}
     with joined_processes() as state:
         for subject in subjects:
-            broadcast_scores(subject, state)
+            broadcast_scores(subject)
             window = args.max_length
             if subject.kept and window is None:  # as lm-eval will choose it
                 source, options = subject.source, subject.load_options
                 config = source.config if subject.loaded else load_config(source, **options)
                 tokenizer = args.tokenizer or load_tokenizer(source, **options)
                 window = resolve_max_length(config, tokenizer, default=HFLM._DEFAULT_MAX_LENGTH)
-            missing = [item for item in requested if args.force or not item.is_known(subject, window)]
+            missing = [item for item in requested if not item.is_known(subject, window)]
             if missing:
                 _judge(subject, missing, args, state, max(cast(list[int], protocol.lengths), default=0))
-                broadcast_scores(subject, state)
+                broadcast_scores(subject)
             else:
                 logger.info("%s: all scores are known already", subject.name)
-            kept = (r for r in subject.kept if r.limit == args.limit and (r.task, r.shots) in shots)
-            compared[subject.name] = Results(kept)
-    return compared
+    return {x.name: Results(r for r in x.kept if (r.task, r.shots, r.limit) in wanted) for x in subjects}
 
 
 def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: Any) -> list[Requested]:
     """Load the recipe's tasks. If it has lengths, its recall tasks are generated first, in a temporary folder."""
-    names, paths, metadata = args.recipe.tasks, list_paths(args.include_path), None
+    names, paths, metadata = args.recipe.tasks, [*args.include_path], None
     with temporary_folder(tempfile.gettempdir(), "mhla_hf-tasks-") as folder:
         if protocol.lengths:
             tokenizer = args.tokenizer or load_tokenizer(subject.source, **subject.load_options)
@@ -134,13 +126,13 @@ def _load_requested_tasks(protocol: LanguageProtocol, subject: Subject, args: An
             if tasks := [task for task in TASKS if any(fnmatch(f"{task}_{length}", name) for length, name in pairs)]:
                 text = None if protocol.text is None else read_text_file(Path(protocol.text), "settings: text")
                 make_recall(folder / "recall", tokenizer, **{**vars(protocol), "text": text}, tasks=tasks)
-                paths.append(str(folder / "recall"))
+                paths.append(folder / "recall")
         return load_tasks(names, paths, args.num_fewshot, metadata, args.data_files)
 
 
 def load_tasks(
-    names: Sequence[str] | Mapping[str, int | None], include_path: str | Path | Sequence[str | Path] | None = None,
-    num_fewshot: int | None = None, metadata: Mapping[str, Any] | None = None, data_files: str | Path | None = None,
+    names: Sequence[str] | Mapping[str, int | None], include_path: Sequence[str | Path], num_fewshot: int | None = None,
+    metadata: Mapping[str, Any] | None = None, data_files: str | Path | None = None,
 ) -> list[Requested]:  # fmt: skip
     """Load tasks, groups or tags by name or pattern, or by a dict from these to the number of examples in the prompt.
 
@@ -148,7 +140,7 @@ def load_tasks(
     `data_files` see `evaluate`.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
-    paths = list_paths(include_path)
+    paths = [*map(str, include_path)]
     if missing := [path for path in paths if not Path(path).is_dir()]:
         raise ValueError(f"include_path: got {missing[0]!r}, expected a folder with task files (.yaml).")
     if data_files is not None and not Path(data_files).is_dir():
@@ -176,15 +168,16 @@ def read_from_files(manager: TaskManager, folder: str | Path, temporary: str | P
 
     Their new settings are written to the folder `temporary`, which must exist until the tasks are loaded.
     """
-    path_by_name = {path.name: str(path.resolve()) for path in sorted(Path(folder).iterdir(), reverse=True)}
-    path_by_name = {name.removesuffix(".gz"): path for name, path in path_by_name.items()}
+    files = sorted(Path(folder).iterdir(), reverse=True)  # NAME.jsonl is taken before NAME.jsonl.gz
+    path_by_name = {file.name.removesuffix(".gz"): str(file.resolve()) for file in files}
     index = manager.task_index
     filed = {name: entry for name, entry in index.items() if f"{name}.jsonl" in path_by_name and entry.yaml_path}
     for name, entry in filed.items():
-        files = {"test": path_by_name[f"{name}.jsonl"], "train": path_by_name.get(f"{name}.train.jsonl")}
-        files = {split: path for split, path in files.items() if path}
+        splits = {"test": path_by_name[f"{name}.jsonl"]}
+        if examples := path_by_name.get(f"{name}.train.jsonl"):
+            splits["train"] = examples
         settings: dict[str, Any] = {"include": str(entry.yaml_path), "task": name, "dataset_path": "json"}
-        settings |= {"dataset_kwargs": {"data_files": files}, "test_split": "test", "fewshot_split": list(files)[-1]}
+        settings |= {"dataset_kwargs": {"data_files": splits}, "test_split": "test", "fewshot_split": [*splits][-1]}
         settings |= dict.fromkeys(("custom_dataset", "dataset_name", "training_split", "validation_split"))
         file = Path(temporary, f"{name}.yaml")
         file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is valid YAML
@@ -232,8 +225,6 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
     model, own_tokenizer = subject.load(load_language_model, args.device or (accelerator and str(accelerator.device)))
     was_training = model.training
     seeds = HARNESS_SEEDS if args.seed is None else (args.seed,) * 4
-    shared_facts: dict[str, Any] = {"seed": recorded_seed(args), "dtype": str(model.dtype).removeprefix("torch.")}
-    shared_facts["revision"] = getattr(model.config, "_commit_hash", None)
     try:
         with quiet_harness(args.progress):
             sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
@@ -250,7 +241,7 @@ def _judge(subject: Subject, missing: Sequence[Requested], args: Any, state: Any
                 judge.accelerator = accelerator
                 judge._rank, judge._world_size = (0, 1) if has_depths else (state.process_index, state.num_processes)
             with quiet_harness(args.progress):
-                facts = {**subject.provenance(model.device, item.name), **shared_facts}
+                facts = {**subject.provenance(model.device, item.name), "seed": recorded_seed(args)}
                 records = score(judge, item, seeds=seeds, facts=facts)
             if state.is_main_process:
                 subject.store(records)

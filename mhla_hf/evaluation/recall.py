@@ -9,6 +9,7 @@ about 256 tokens before the question.
 
 import itertools
 import json
+import math
 import random
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ OBJECTS = tuple(
 # Kind of fact -> beginning and end of its line, around the answer.
 LINES = {"codes": ("The code of the {} is", ".\n"), "lookups": ("- {}", "\n")}
 # Lookups take the last NUM_WORDS of the first NUM_FREQUENT_WORDS words of a vocabulary: familiar, yet rare in the text.
-NUM_WORDS, MIN_WORDS = 120, 8
+NUM_WORDS = 120
 NUM_EXAMPLES = 3  # lookups that are repeated before a question, to show what is asked
 ANSWER_TOKENS = 32
 LINE_WIDTH = 120  # characters of a line of filler
@@ -90,10 +91,8 @@ class Question(NamedTuple):
 
 
 def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Choose disjoint names and values of lookups: lowercase words that are one token with the space before them."""
+    """Choose names and a third as many values of lookups: lowercase words that are one token with the space before."""
     words = list_words(tokenizer)[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
-    if len(words) < MIN_WORDS:
-        raise ValueError(f"tokenizer: got {len(words)} lowercase words of one token, expected at least {MIN_WORDS}.")
     random.Random("words").shuffle(words)
     return words[len(words) // 4 :], words[: len(words) // 4]
 
@@ -152,8 +151,9 @@ def _make_statements(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -
     num_codes, num_lookups = (kinds.count(kind) for kind in ("codes", "lookups"))
     codes = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
     names, values = choose_words(tokenizer) if num_lookups else ([], [])
-    if num_lookups > len(names):
-        raise ValueError(f"tokenizer: got {len(names)} names for lookups, expected at least {num_lookups}.")
+    if num_lookups > 3 * len(values):
+        got = f"{len(names) + len(values)} lowercase words of one token"
+        raise ValueError(f"tokenizer: got {got}, expected at least {4 * math.ceil(num_lookups / 3)}.")
     values = rng.sample(values, num_lookups) if num_lookups <= len(values) else rng.choices(values, k=num_lookups)
     pairs = {"codes": codes, "lookups": zip(rng.sample(names, num_lookups), values, strict=True)}
     chosen = [(kind, *LINES[kind], *next(pairs[kind])) for kind in kinds]

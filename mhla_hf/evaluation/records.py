@@ -16,10 +16,8 @@ from ..plots import PALETTE, drawing, render_rows
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
 ARROWS = {True: " ↑", False: " ↓", None: ""}
-SPEED = "speed"  # the task whose scores are times and cache sizes
-DECODE = "decode, per token"
-# Metric -> (what, unit) in the rows of `collect_speed`.
-SPEED_METRICS = {"forward_ms": ("forward", "ms"), "decode_ms": (DECODE, "ms"), "cache_mib": (DECODE, "mib")}
+SPEED = "speed"  # the task whose scores are times and cache sizes, by length: "forward_ms_512"
+SPEED_METRICS = ("forward_ms", "decode_ms", "cache_mib")
 
 
 def finite(value: Any) -> float | None:
@@ -226,28 +224,6 @@ class Comparison(dict[str, Results]):
 
 def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
     return label + ARROWS[columns[label].get("higher_is_better", True)]
-
-
-def collect_speed(columns: Mapping[str, Sequence[Result]]) -> dict[str, Any] | None:
-    """Return the times and cache sizes of a card from the records of "softmax" and "mhla", or None unless timed together.
-
-    "rows" are dicts of "what" was timed, "length", "softmax_ms" and "mhla_ms", and for decoding also "softmax_mib" and
-    "mhla_mib". "hardware", "versions", "seed", and "command" are those of the measurement.
-    """
-    timed = {attention: [r for r in records if r.task == SPEED] for attention, records in columns.items()}
-    hashes = {record.task_hash for record in timed["mhla"]}
-    together = next((record.task_hash for record in timed["softmax"] if record.task_hash in hashes), None)
-    if together is None:
-        return None
-    rows: dict[Any, dict[str, Any]] = {}
-    for attention, records in timed.items():
-        for record in (record for record in records if record.task_hash == together):
-            metric, _, length = record.metric.rpartition("_")
-            measured, unit = SPEED_METRICS[metric]
-            row = rows.setdefault((measured == DECODE, int(length)), {"what": measured, "length": int(length)})
-            row[f"{attention}_{unit}"] = record.value
-    keys = ("hardware", "versions", "seed", "command")
-    return {"rows": [rows[key] for key in sorted(rows)], **{key: getattr(record, key) for key in keys}}
 
 
 def _draw_points(axes: Any, title: str, values: Mapping[str, Any], colors: Mapping[str, str]) -> None:

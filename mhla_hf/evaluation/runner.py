@@ -27,30 +27,27 @@ JUDGES = {
     "speed": (".speed", "judge_speed"),
 }
 LANGUAGE_ONLY = ("tokenizer", "include_path", "data_files", "num_fewshot", "max_length")
+UNUSED = {
+    "language": (),
+    "speed": (*LANGUAGE_ONLY, "limit"),
+}  # arguments that have no effect; `LANGUAGE_ONLY` by default
 
 
 @checked
 class ScoreRecipe:
     """A recipe of an evaluation: what to measure, and how.
 
-    Args:
-        kind: Kind of evaluation; all except "speed" name the kind of model.
-        tasks: For "language", dict from task to the number of examples in the prompt, or None for the task's own number.
-            For the other kinds, dict from metric to None.
-        about: One sentence about the recipe.
-        settings: The fields of this kind's protocol, such as `ImageProtocol`.
-        columns: The columns of the paper's table; see `compute_paper_values`.
-        name: Name of the recipe, or path of its file.
-        changed: The settings that `with_settings` has replaced.
+    `tasks` maps lm-eval's tasks to the number of examples in the prompt, where None is the task's own number; for kinds
+    other than "language", it maps metrics to None.
     """
 
     kind: Literal["language", "classification", "image", "video", "speed"]
     tasks: dict[str, int | None]
     about: str = ""
-    settings: dict = dataclasses.field(default_factory=dict)
-    columns: dict[str, dict] = dataclasses.field(default_factory=dict)
-    name: str = ""
-    changed: dict = dataclasses.field(default_factory=dict)
+    settings: dict = dataclasses.field(default_factory=dict)  # of this kind's protocol, such as `ImageProtocol`
+    columns: dict[str, dict] = dataclasses.field(default_factory=dict)  # see `compute_paper_values`
+    name: str = ""  # of the recipe, or path of its file
+    changed: dict = dataclasses.field(default_factory=dict)  # the settings that `with_settings` has replaced
 
     def validate_tasks(self) -> None:
         if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
@@ -88,7 +85,7 @@ class EvaluationArgs:
     recipe: ScoreRecipe
     tokenizer: object
     output: str | Path | None
-    include_path: object
+    include_path: Any
     data_files: str | Path | None
     limit: int | float | None
     batch_size: int | Literal["auto"]
@@ -112,9 +109,12 @@ class EvaluationArgs:
         if (size == "auto" and not is_language) or (size != "auto" and size < 1):
             expected = "a whole number of at least 1" + ' or "auto"' * is_language
             raise ValueError(f"batch_size: got {size!r}, expected {expected}.")
-        for name in () if is_language else LANGUAGE_ONLY:
+        for name in UNUSED.get(self.recipe.kind, LANGUAGE_ONLY):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: got a value with the recipe {self.recipe.name!r}, expected None.")
+        self.include_path = (
+            [self.include_path] if isinstance(self.include_path, (str, Path)) else self.include_path or []
+        )
 
 
 def evaluate(

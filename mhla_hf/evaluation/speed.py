@@ -13,22 +13,16 @@ from ..checkpoints.values import at_least, checked, read_settings
 from ..data import max_positions
 from ..models.transformers_api import forward_cached
 from .records import SPEED, SPEED_METRICS, Results
-from .subjects import find_subjects, format_command
+from .subjects import VERSION, find_subjects, format_command
 
 
 @checked
 class SpeedProtocol:
-    """Settings of a recipe of kind "speed".
+    """Settings of a recipe of kind "speed"."""
 
-    Args:
-        lengths: Context lengths in tokens.
-        decode_tokens: Number of tokens to decode after each context.
-        rounds: Number of measurements per length, of which the fastest counts.
-    """
-
-    lengths: list[int] | int
-    decode_tokens: int = at_least(1, 64)
-    rounds: int = at_least(1, 3)
+    lengths: list[int] | int  # context lengths in tokens
+    decode_tokens: int = at_least(1, 64)  # number of tokens to decode after each context
+    rounds: int = at_least(1, 3)  # number of measurements per length, of which the fastest counts
 
     def validate_lengths(self) -> None:
         self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
@@ -40,9 +34,9 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
     """Time language models, unless the times of exactly these models are known."""
     protocol, subjects = read_settings(SpeedProtocol, args.recipe.settings), find_subjects(models, args)
     args.command = args.command or format_command(subjects)
-    task_hash = hash_json([sorted(x.fingerprint for x in subjects), *vars(protocol).values(), args.device])
+    task_hash = hash_json([VERSION, sorted(x.fingerprint for x in subjects), *vars(protocol).values(), args.device])
     metrics = [f"{metric}_{length}" for metric in SPEED_METRICS for length in protocol.lengths]  # type: ignore[union-attr]
-    if not all(subject.knows(SPEED, metric, task_hash) for subject in subjects for metric in metrics):
+    if not all(x.knows(task=SPEED, metric=metric, task_hash=task_hash) for x in subjects for metric in metrics):
         started = time.perf_counter()
         loaded = {subject.name: subject.load(load_language_model)[0] for subject in subjects}
         measured = measure_speed(loaded, protocol, args.progress)

@@ -7,9 +7,9 @@ so an interrupted run makes the same files as any other, on any number of proces
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import logging
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from ..checkpoints.file_io import atomic_file, can_resume, check_writable, write_json
+from ..checkpoints.file_io import atomic_file, can_resume, check_writable, resolve_model_name, wrap_errors, write_json
 from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
-from ..checkpoints.load import choose_device, load_pipeline, read_stored_dtype, resolve_model_name, wrap_errors
+from ..checkpoints.load import choose_device, load_config, load_pipeline, read_stored_dtype
 from ..checkpoints.provenance import describe_run
 from .records import Result, Results, results_path
 
 logger = logging.getLogger("mhla_hf")
-VERSION = "1"  # of our own metrics; stored with each score, and part of the task hash of image scores
+VERSION = "1"  # of our own metrics; stored with each score, and part of its task hash
 IDENTITY = "samples.json"
 
 
@@ -40,6 +42,7 @@ class Subject:
     fingerprint: str
     dtype: str  # of the parameters; may be "auto" for a model on the Hub
     target: Path | None  # its results file
+    kept: Results  # the stored scores of these weights
     args: Any
 
     @property
@@ -58,26 +61,17 @@ class Subject:
             return self.source, None
         return loader(self.source, dtype=self.args.dtype, device=device or self.args.device, **self.load_options)
 
-    @functools.cached_property
-    def kept(self) -> Results:
-        """The stored scores of these weights."""
-        stored = Results() if self.target is None else Results.read(self.target).of(self.fingerprint)
-        if stored and not self.args.force:
-            logger.info("%s: the scores in %s are read, not run again", self.name, self.target)
-        return stored
-
-    def knows(self, task: str, metric: str, task_hash: str) -> bool:
-        """Return whether a stored score can be reused."""
-        key = (task, metric, task_hash, self.args.limit, self.args.seed or 0, self.dtype)
-        kept_keys = ((r.task, r.metric, r.task_hash, r.limit, r.seed, r.dtype) for r in self.kept)
-        return not self.args.force and key in kept_keys
+    def knows(self, **fields: Any) -> bool:
+        """Return whether a stored score with these fields, and this evaluation's limit, seed and dtype, can be reused."""
+        fields = {"limit": self.args.limit, "seed": self.args.seed or 0, "dtype": self.dtype, **fields}
+        return not self.args.force and any(fields.items() <= vars(record).items() for record in self.kept)
 
     def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
         """Add records to the known scores and to the results file, from which scores of other weights are removed."""
-        self.kept.merge(records, keep_other_sample_counts)
+        stored = self.kept if self.target is None else Results.read(self.target).of(self.fingerprint)
+        self.kept = stored.merge(records, keep_other_sample_counts)
         if self.target is not None:
-            stored = Results.read(self.target).of(self.fingerprint)
-            stored.merge(records, keep_other_sample_counts).write(self.target)
+            self.kept.write(self.target)
             tasks = ", ".join(dict.fromkeys(record.task for record in records))
             logger.info("%s: the scores of %s are stored in %s", self.name, tasks, self.target)
 
@@ -112,32 +106,24 @@ class Subject:
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
     """Return the shell command that repeats an evaluation, restricted to `task` if the recipe has it."""
     args, recipe = subjects[0].args, subjects[0].args.recipe
-    models = [subject.name if subject.loaded else shorten_path(subject.source) for subject in subjects]
-    words = ["mhla-hf", "evaluate", *models, *(["--recipe", shorten_path(recipe.name)] if recipe.name else [])]
+    options: list[tuple[str, Any]] = [("recipe", recipe.name or None)]
     for name, value in recipe.changed.items():
-        value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else getattr(value, "name", value)
-        words += ["--set", f"{name}={shorten_path(value) if isinstance(value, str) else value}"]
-    words += ["--tasks", str(task) if task in recipe.tasks else ",".join(recipe.tasks)]
-    for path in list_paths(args.include_path):
-        words += ["--include-path", shorten_path(path)]
-    if args.data_files is not None:
-        words += ["--data-files", shorten_path(args.data_files)]
-    for name in ("num_fewshot", "limit", "batch_size", "seed", "dtype", "max_length", "revision"):
-        if (value := getattr(args, name)) is not None and (name, value) != ("dtype", "auto"):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+        value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        value = getattr(value, "name", value) if callable(value) else value  # an `Extractor`
+        options.append(("set", f"{name}={shorten_path(value)}"))
+    options.append(("tasks", task if task in recipe.tasks else ",".join(recipe.tasks)))
+    options += [("include-path", path) for path in args.include_path]
+    names = ("data_files", "num_fewshot", "limit", "batch_size", "seed", "dtype", "max_length", "revision")
+    options += [(name.replace("_", "-"), getattr(args, name)) for name in names]
+    words = ["mhla-hf", "evaluate", *(x.name if x.loaded else shorten_path(x.source) for x in subjects)]
+    for name, value in options:
+        if value is not None and (name, value) != ("dtype", "auto"):
+            words += [f"--{name}", shorten_path(value)]
     return shlex.join(words + ["--trust-remote-code"] * args.trust_remote_code)
 
 
-def list_paths(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
-    return [str(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths or [])]
-
-
 def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subject]:
-    """Check and name the models passed to `evaluate`, without loading them.
-
-    A loaded model is named after its class, and a folder after the last part of its path, or the last two parts if several
-    folders share the last one.
-    """
+    """Check the models passed to `evaluate`, without loading them, and name them after their class or path."""
     if not isinstance(models, dict):
         model_list = models if isinstance(models, (list, tuple)) else [models]
         parts: list[tuple[str, ...]] = [(type(model).__name__,) for model in model_list]
@@ -172,22 +158,29 @@ def _make_subject(name: str, model: Any, args: Any, pipeline: bool) -> Subject:
                 dtype = "float32" if pipeline else read_stored_dtype(source)
         else:
             with wrap_errors(f"models: got {source!r}, expected a folder or a model on the Hub"):
-                fingerprint = f"hub:{HfApi().model_info(source, revision=args.revision).sha}"
+                commit = HfApi().model_info(source, revision=args.revision).sha
+                if dtype == "auto" and not pipeline:
+                    config = load_config(source, revision=commit, trust_remote_code=args.trust_remote_code)
+                    dtype = str(config.dtype or "auto").removeprefix("torch.")
+            fingerprint = f"hub:{commit}"
     else:
         if not (hasattr(model, "components") if pipeline else isinstance(model, torch.nn.Module)):
             expected = f"a folder, a Hub id or a loaded {'diffusers pipeline' if pipeline else 'model of transformers'}"
             raise TypeError(f"models: got {name!r} of type {type(model).__name__}, expected {expected}.")
         fingerprint = fingerprint_model(model)
         dtype = str(model.dtype).removeprefix("torch.")
+    kept = Results()
     if target is not None:
         check_writable(target, "output")
-        Results.read(target)
-    return Subject(name, model, fingerprint, dtype, target, args)
+        kept = Results.read(target).of(fingerprint)
+    if kept and not args.force:
+        logger.info("%s: the scores in %s are read, not run again", name, target)
+    return Subject(name, model, fingerprint, dtype, target, kept, args)
 
 
 def shorten_path(path: Any) -> str:
     """Return an existing path relative to the working folder, or its name if it is outside; leave other text unchanged."""
-    if not Path(path).exists():
+    if not os.path.exists(str(path)):
         return str(path)
     resolved, here = Path(path).resolve(), Path.cwd().resolve()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else resolved.name
@@ -195,27 +188,20 @@ def shorten_path(path: Any) -> str:
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[Any]:
-    """Yield Accelerate's `PartialState`, and wait for all processes at the end.
-
-    A state made here for a single process is reset, because forked processes would inherit it.
-    """
-    from accelerate import PartialState
-
+    """Yield Accelerate's `PartialState`, and wait for all processes at the end."""
     fresh = not PartialState._shared_state
     state = PartialState(cpu=not torch.cuda.is_available())
     try:
         yield state
         state.wait_for_everyone()
     finally:
-        if fresh and state.num_processes == 1:
+        if fresh and state.num_processes == 1:  # forked processes would inherit it
             PartialState._reset_state()
 
 
-def broadcast_scores(subject: Subject, state: Any) -> None:
+def broadcast_scores(subject: Subject) -> None:
     """Set `subject.kept` to its value in the main process. All processes must call this."""
-    from accelerate.utils import broadcast_object_list
-
-    subject.kept = broadcast_object_list([subject.kept if state.is_main_process else None])[0]
+    subject.kept = broadcast_object_list([subject.kept])[0]
 
 
 class Sample(NamedTuple):
@@ -242,7 +228,7 @@ class PipelineJudge:
         source_device = getattr(subject.source, "device", None) if subject.loaded else None
         self.device = choose_device(source_device or args.device or state.device)
         self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # this model's samples
-        broadcast_scores(subject, state)
+        broadcast_scores(subject)
 
     def make(
         self, folder: Path, plan: Sequence[Sample], identity: dict[str, Any], sampling: Mapping[str, Any],

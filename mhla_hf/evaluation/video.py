@@ -6,7 +6,6 @@ of all dimensions; VBench's own script counts a missing one as zero.
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from ..checkpoints.fingerprint import hash_file, hash_json
 from ..checkpoints.load import require_extra, wrap_errors
 from ..checkpoints.values import at_least, checked, checked_field, read_settings
 from .records import Results
-from .subjects import PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
+from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
 
 logger = logging.getLogger("mhla_hf")
 TASK = "vbench"
@@ -67,21 +66,13 @@ TOTALS = ("quality", "semantic", "total")
 
 @checked
 class VideoProtocol:
-    """Settings of a recipe of kind "video": how videos are generated and scored.
+    """Settings of a recipe of kind "video": how videos are generated and scored."""
 
-    Args:
-        python: Python interpreter in which vbench is installed, as a path or a command. Required.
-        videos: Videos per prompt; VBench's protocol requires five.
-        fps: Frames per second of the files.
-        sampling: Further arguments of the pipeline.
-        samples: Folder for the generated videos, with a subfolder per model.
-    """
-
-    python: str | Path | None = None
-    videos: int = checked_field(lambda value: 1 <= value <= 5, "1 to 5, of which 5 is VBench's protocol", 5)
-    fps: int = at_least(1, 16)
-    sampling: dict = dataclasses.field(default_factory=dict)
-    samples: str | Path = "out/samples"
+    python: str | Path | None = None  # path or command of a Python interpreter that has vbench; required
+    videos: int = checked_field(lambda value: 1 <= value <= 5, "1 to 5 per prompt, of which 5 is VBench's protocol", 5)
+    fps: int = at_least(1, 16)  # frames per second of the files
+    sampling: dict = dataclasses.field(default_factory=dict)  # further arguments of the pipeline
+    samples: str | Path = "out/samples"  # folder for the generated videos, with a subfolder per model
 
 
 def compute_vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
@@ -135,7 +126,7 @@ class _Judge(PipelineJudge):
     def __init__(self, subject: Subject, protocol: Any, state: Any, bench: Bench) -> None:
         super().__init__(subject, protocol, state)
         self.bench = bench
-        self.hash = hash_json([bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
+        self.hash = hash_json([VERSION, bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
     def entries(self, dimension: str) -> list[dict[str, Any]]:
         """Return VBench's prompts for a dimension, at most as many as the limit."""
@@ -144,7 +135,7 @@ class _Judge(PipelineJudge):
     def run(self) -> Results:
         """Return all requested scores and totals, after measuring those that are not known."""
         dimensions = self.args.recipe.tasks
-        missing = [name for name in dimensions if not self.subject.knows(TASK, name, self.hash)]
+        missing = [name for name in dimensions if not self.subject.knows(task=TASK, metric=name, task_hash=self.hash)]
         if missing:
             self._make(missing)
         if self.state.is_main_process:
@@ -212,12 +203,10 @@ class _Judge(PipelineJudge):
 
 def save_video(frames: Any, path: str | Path, fps: int) -> None:
     """Save frames, [frames, height, width, 3] from 0 to 1 or PIL images, as MP4 (H.264), whatever the suffix of `path`."""
-    with require_extra("videos", "diffusers", "videos"):
+    with require_extra("a video", "diffusers, imageio or imageio-ffmpeg", "videos"):
+        import imageio  # noqa: F401, without it diffusers takes OpenCV
+        import imageio_ffmpeg  # noqa: F401
         from diffusers.utils import export_to_video
-
-    for library in ("imageio", "imageio_ffmpeg"):
-        if importlib.util.find_spec(library) is None:
-            raise ImportError(f"videos need {library}, which is missing: pip install 'mhla_hf[videos]'")
     with tempfile.TemporaryDirectory(prefix="mhla_hf-video-") as folder:
         export_to_video(list(frames), os.path.join(folder, "video.mp4"), fps=fps)
         shutil.copyfile(os.path.join(folder, "video.mp4"), path)

@@ -65,11 +65,10 @@ def write_card(
 
 
 def _write_measured_card(folder: Path, measured: dict[str, Any], person: Person) -> Path:
-    facts = make_facts(measured, person)
-    text = render_card(facts, choose_curve_file(facts))  # before anything is written
+    path = _write_with_curve(folder, make_facts(measured, person))
     stored = {"format_version": facts_module.FORMAT_VERSION, **dataclasses.asdict(person)}
     write_json(folder / facts_module.PERSON_FILE, {**stored, "compared": measured["compared"]})
-    return _write_with_curve(folder, text, facts)
+    return path
 
 
 def render_folder_card(folder: PathLike, weights: bool = True) -> str:
@@ -77,21 +76,17 @@ def render_folder_card(folder: PathLike, weights: bool = True) -> str:
     return render_card(make_facts(*read_folder(folder, weights)), curve_file)
 
 
-def choose_curve_file(facts: Facts) -> str | None:
-    """Return the file name of the figure that compares choices of softmax heads, or None if it cannot be drawn."""
-    if "curve" not in (facts.config.get("mhla_measured") or {}):
-        return None
-    if importlib.util.find_spec("matplotlib") is None:
+def _write_with_curve(folder: Path, facts: Facts) -> Path:
+    """Write a card and, with matplotlib, the figure that compares choices of softmax heads."""
+    measured = facts.config.get("mhla_measured") or {}
+    curve_file = CURVE_FILE if "curve" in measured else None
+    if curve_file and importlib.util.find_spec("matplotlib") is None:
         logger.warning("card: no %s, which needs matplotlib: pip install 'mhla_hf[eval]'", CURVE_FILE)
-        return None
-    return CURVE_FILE
-
-
-def _write_with_curve(folder: Path, text: str, facts: Facts) -> Path:
-    """Write a card and the figure that it shows; a figure that it does not show is removed."""
+        curve_file = None
+    text = render_card(facts, curve_file)  # before anything is written
     (folder / CURVE_FILE).unlink(missing_ok=True)
-    if f"({CURVE_FILE})" in text:
-        draw_curve(facts.config["mhla_measured"], folder / CURVE_FILE)
+    if curve_file:
+        draw_curve(measured, folder / CURVE_FILE)
     return write_text(folder / CARD_FILE, text)
 
 
@@ -138,8 +133,7 @@ def write_first_card(folder: Path, person: Person) -> Path:
     """Write the card of a saved model that has none, with its scores if it was evaluated."""
     if Results.read(folder):
         return _write_measured_card(folder, facts_module.measure(folder, {}), person)
-    facts = Facts(*facts_module.read_model(folder), person)
-    return _write_with_curve(folder, render_card(facts, choose_curve_file(facts)), facts)
+    return _write_with_curve(folder, Facts(*facts_module.read_model(folder), person))
 
 
 def render_card(facts: Facts, curve_file: str | None = None) -> str:

@@ -15,7 +15,7 @@ from ..checkpoints.file_io import PIPELINE_INDEX, PathLike, read_json
 from ..checkpoints.fingerprint import fingerprint_folder
 from ..checkpoints.save import CARD_FILE
 from ..checkpoints.values import checked, read_settings
-from ..evaluation.records import SPEED, Result, Results, collect_speed
+from ..evaluation.records import SPEED, SPEED_METRICS, Result, Results
 from ..models.families import ENCODERS, Family, auto_class_of
 from ..models.transformers_api import config_class_of, family_of_class
 from ..nn.settings import MHLASettings
@@ -110,14 +110,6 @@ class Facts:
         """The indices of the layers without MHLA."""
         return [i for i in range(_count_layers(self.config) or 0) if i not in self.config["mhla"]["layers"]]
 
-    def timed(self, unit: str) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows of `speed` with a value in `unit` ("ms" or "mib"), by what was measured, sorted by length."""
-        by_phase: dict[str, list[dict[str, Any]]] = {}
-        for row in self.speed["rows"] if self.speed else ():
-            if row.get(f"mhla_{unit}") is not None:
-                by_phase.setdefault(row["what"], []).append(row)
-        return by_phase
-
 
 def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
     """Return kind, class name, and configuration (MHLA layers as indices) of a saved model or pipeline; see `Facts`."""
@@ -180,8 +172,26 @@ def make_facts(measured: dict[str, Any], person: Person) -> Facts:
         raise ValueError(f"compared: got the label {MODEL_LABEL!r}, which is the model itself, expected another.")
     records = {MODEL_LABEL: measured["results"], **measured["compared"]}
     models = {label: [read_settings(Result, x, "result: ") for x in stored] for label, stored in records.items()}
-    speed = measured.get("speed") or collect_speed({"softmax": models.get(TEACHER, ()), "mhla": models[MODEL_LABEL]})
+    speed = collect_speed({"softmax": models.get(TEACHER, ()), "mhla": models[MODEL_LABEL]})
     return Facts(measured["kind"], measured["class_name"], measured["config"], person, models, measured["train"], speed)
+
+
+def collect_speed(columns: Mapping[str, Iterable[Result]]) -> dict[str, Any] | None:
+    """Return the times and cache sizes of "softmax" and "mhla" from their records, or None unless timed together.
+
+    "tables" is {metric: {length: {attention: value}}}; the other items are those fields of a record that cards state.
+    """
+    timed = {attention: [r for r in records if r.task == SPEED] for attention, records in columns.items()}
+    hashes = {record.task_hash for record in timed["mhla"]}
+    together = next((record for record in timed["softmax"] if record.task_hash in hashes), None)
+    if together is None:
+        return None
+    tables: dict[str, Any] = {metric: {} for metric in SPEED_METRICS}
+    for attention, records in timed.items():
+        for record in (record for record in records if record.task_hash == together.task_hash):
+            metric, _, length = record.metric.rpartition("_")
+            tables[metric].setdefault(int(length), {})[attention] = record.value
+    return {"tables": tables, **{key: getattr(together, key) for key in ("hardware", "versions", "seed", "command")}}
 
 
 def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]:

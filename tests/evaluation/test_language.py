@@ -68,6 +68,14 @@ def test_by_folder_and_by_object(world, tmp_path):
     assert by_object[0].fingerprint.startswith("tensors:") and by_object[0].model == "model"
 
 
+def test_a_model_on_the_hub_is_known_by_its_commit(world, hub, runs, tmp_path):
+    hub.put("me/llama", {file.name: file.read_bytes() for file in (world / "llama").iterdir()})
+    options = {"include_path": world / "tasks", "output": tmp_path / "out.json", "progress": False}
+    for _ in range(2):
+        (record,) = mhla_hf.evaluate("me/llama", "here_bits_per_byte", **options)["me/llama"]
+    assert runs == NAMES[:1] and record.revision == hub.repos["me/llama"].refs["refs/heads/main"]
+
+
 def test_a_record_says_all_that_is_needed(world, monkeypatch):
     monkeypatch.chdir(world)
     record = judge(world, "mhla", ["here_cloze"], force=True, limit=0.5, seed=7)["mhla"][0]
@@ -162,7 +170,7 @@ def test_tasks_of_lm_eval_read_files_instead_of_the_hub(world, tmp_path):
     lines = [json.dumps(doc) + "\n" for doc in docs]
     with gzip.open(tmp_path / "winogrande.jsonl.gz", "wt") as file:
         file.writelines(lines[:3])
-    options = {"include_path": Path(lm_eval.tasks.__file__).parent / "winogrande", "num_fewshot": 2}
+    options = {"include_path": [Path(lm_eval.tasks.__file__).parent / "winogrande"], "num_fewshot": 2}
     options["data_files"] = tmp_path
     task = load_tasks(["winogrande"], **options)[0].loaded["tasks"]["winogrande"]
     assert task.eval_docs.to_list() == docs[:3]

@@ -72,7 +72,7 @@ def test_memory_scores_everything_and_no_memory_chance(tmp_path, finds):
     facts |= {"revision": None, "limit": None, "versions": {}}
     chance = {"codes_recall_320": 0.2, "codes_generation_320": 0, "lookups_recall_320": 0}
     assert names == [*chance]
-    for item in load_tasks(names, tmp_path):
+    for item in load_tasks(names, [tmp_path]):
         records = score(Reader(finds), item, seeds=HARNESS_SEEDS, facts=facts)
         assert [record.value for record in records] == pytest.approx([1.0 if finds else chance[item.name]] * 6)
         backs = {record.metric.rpartition("_")[2]: record.samples for record in records if "_back_" in record.metric}
@@ -82,7 +82,7 @@ def test_memory_scores_everything_and_no_memory_chance(tmp_path, finds):
 def test_the_same_call_writes_the_same_bytes_another_seed_others_and_the_folder_can_be_moved(tmp_path):
     def hashes(place, **changes):
         make_recall(tmp_path / place, TOKENIZER, **{"lengths": [320, 512], "items": 2, **changes})
-        return {item.name: item.scored[item.name] for item in load_tasks(["*_recall_320"], tmp_path / place)}
+        return {item.name: item.scored[item.name] for item in load_tasks(["*_recall_320"], [tmp_path / place])}
 
     one = hashes("one")
     assert set(one) == {"codes_recall_320", "lookups_recall_320"} and hashes("two") == one
@@ -91,4 +91,4 @@ def test_the_same_call_writes_the_same_bytes_another_seed_others_and_the_folder_
     assert len(files) == 13
     assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in files)
     moved = shutil.move(tmp_path / "one", tmp_path / "elsewhere")
-    assert {item.name: item.scored[item.name] for item in load_tasks([*one], moved)} == one
+    assert {item.name: item.scored[item.name] for item in load_tasks([*one], [moved])} == one

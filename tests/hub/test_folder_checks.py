@@ -63,7 +63,6 @@ BROKEN = {
     "code that was changed and hashed anew": (forge, "modeling_mhla.py: got source of another version of mhla_hf, or ch"),
     "no weights": (drop("model.safetensors"), "got no .safetensors file"),
     "not a number": (spoil(float("nan")), "got NaN or infinity in the weight 'model.norm.weight'"),
-    "other weights than were judged": (spoil(3.0), "of other weights, expected scores of these"),
     "shard outside": (shard_outside, "got the shard '../../secret.safetensors', expected a file beside"),
     "no config": (drop("config.json"), 'got no config.json with "mhla" settings'),
     "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE: got a folder or a link to elsewhere,"),
@@ -84,7 +83,6 @@ BROKEN = {
         "preprocessor_config.json: got auto_map {'AutoImageProcessor':"),
     "a way to generate": (
         edit("generation_config.json", custom_generate="a/b"), "got custom_generate 'a/b', which names code, exp"),
-    "no scores": (drop("card.json", "results.json"), "got no result for recall and generation, expected it in the card"),
 }  # fmt: skip
 
 

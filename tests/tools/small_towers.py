@@ -39,10 +39,10 @@ def converted_tower(name: str, layers="all", **settings):
     return shaken(mhla_hf.convert(softmax_tower(name), layers=layers, **settings))
 
 
-def small_clip(whole=transformers.CLIPModel):
+def small_clip(whole=transformers.CLIPModel, **changes):
     """Return a model of texts and images in eval mode, which has a vision tower."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text, vision = {**small, "vocab_size": 20}, {**small, "image_size": 32}
+    text, vision = {**small, "vocab_size": 20, **changes}, {**small, "image_size": 32}
     return whole(transformers.CLIPConfig(text_config=text, vision_config=vision)).eval()
 
 
