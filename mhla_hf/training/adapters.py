@@ -1,18 +1,12 @@
 """A conversion as a small PEFT adapter: its settings, MHLA modules, and LoRA on the base's projections, without the base.
 
-    mhla_hf.convert(model, tokenizer=tokenizer, text="notes.txt")
-    mhla_hf.save_adapter(model, "llama-mhla-adapter")                          # settings and MHLA modules alone
-    mhla_hf.save_adapter(distilled, "llama-mhla-adapter", base=base, rank=32)  # and what distillation changed, as LoRA
-    peft_model = mhla_hf.load_adapter(base, "llama-mhla-adapter")              # base: the softmax model or a fine-tune
-
-    peft_model = get_peft_model(model, mhla_hf.adapter_config(model, r=8))     # with LoRA; use any trainer
-    mhla_hf.save_adapter(peft_model, "llama-mhla-adapter")
+    mhla_hf.save_adapter(model, "llama-mhla-adapter")              # with `base`, also what distillation changed, as LoRA
+    peft_model = mhla_hf.load_adapter(base, "llama-mhla-adapter")  # base: the softmax model or a fine-tune
 
 A loaded adapter is a `PeftModel`, so `set_adapter`, `merge_and_unload` and several adapters side by side work as in PEFT.
 """
 
 import copy
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -21,8 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from huggingface_hub import hf_hub_download
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ..checkpoints.file_io import atomic_folder, read_json, remove_abandoned, wrap_errors, write_json
 from ..checkpoints.load import register_family, require_extra
@@ -66,7 +59,7 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
     mhla_layers(model)
     modules_to_save = [*(lora.pop("modules_to_save", None) or ()), "mhla"]
     config = import_peft(model).LoraConfig(modules_to_save=modules_to_save, **{"task_type": None, **lora})
-    _remember_base(model, config)
+    _remember_base(model)
     return config
 
 
@@ -119,7 +112,6 @@ def save_adapter(
     sizes = {name: size for name in SIZES if (size := getattr(config, name, None)) is not None}
     record = {"base_model_type": config.base_model_type, "sizes": sizes, "mhla": config.mhla}
     record["measured"] = getattr(config, "mhla_measured", None)
-    metadata = {"format": "pt", "mhla": json.dumps(config.mhla)}
     message = f"folder: got {str(folder)!r}, expected a folder that can be written"
     with wrap_errors(message), atomic_folder(path, replace=True) as temporary:
         for entry in path.iterdir() if path.exists() else ():
@@ -131,7 +123,7 @@ def save_adapter(
             target = temporary if len(adapters) == 1 or name == "default" else temporary / name
             lora.save_pretrained(target)
             weights = {key: x.clone(memory_format=torch.contiguous_format) for key, x in weights.items()}
-            save_file(weights, target / WEIGHTS_FILE, metadata)
+            save_file(weights, target / WEIGHTS_FILE, {"format": "pt"})
             write_json(target / SETTINGS_FILE, record)
 
 
@@ -140,7 +132,7 @@ def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, t
     factors: dict[str, Any] = {} if base is None else factorize_changes(model, base, rank)
     name = (model if base is None else base).config.name_or_path or None
     options = {"target_modules": list(factors) or NO_LORA, "modules_to_save": ["mhla"], "base_model_name_or_path": name}
-    lora = import_peft(model).LoraConfig(r=rank, lora_alpha=rank, **options)
+    lora = import_peft().LoraConfig(r=rank, lora_alpha=rank, **options)
     weights = {name: x for name, x in model.state_dict().items() if ".mhla." in name}
     for name, (down, up) in factors.items():
         weights |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
@@ -149,25 +141,22 @@ def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, t
 
 def _first_rows(model: Any) -> dict[str, torch.Tensor]:
     """Copy the first row of each linear layer's weight that is not on the meta device and has no LoRA merged by PEFT."""
-    modules = ((name, module) for name, module in model.named_modules() if not getattr(module, "merged", False))
-    layers = ((name, getattr(module, "base_layer", module)) for name, module in modules)
-    weights = {name: x.weight for name, x in layers if isinstance(x, torch.nn.Linear)}
+    layers = {name: getattr(x, "base_layer", x) for name, x in model.named_modules() if not getattr(x, "merged", False)}
+    weights = {name: x.weight for name, x in layers.items() if isinstance(x, torch.nn.Linear)}
     return {name: x[:1].detach().clone() for name, x in weights.items() if not x.is_meta}
 
 
-def _remember_base(model: Any, lora: Any) -> None:
-    """Store in a model the rank of its LoRA, and the first rows of its weights, which show whether it was merged."""
+def _remember_base(model: Any) -> None:
+    """Store in a model the first rows of its weights before LoRA, which show whether it was merged."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    rank, rows = getattr(base, "rows_before_lora", (0, None))
-    ranks = [getattr(lora, "r", 0), *(getattr(lora, "rank_pattern", None) or {}).values()]
-    base.rows_before_lora = (rank + max(ranks), rows or _first_rows(base))
+    base.rows_before_lora = getattr(base, "rows_before_lora", None) or _first_rows(base)
 
 
 def _check_not_merged(model: Any) -> None:
-    rank, rows = cast(tuple[int, dict[str, torch.Tensor]], getattr(model, "rows_before_lora", (0, {})))
+    rows = getattr(model, "rows_before_lora", {})
     for name, row in _first_rows(model).items():
         if name in rows and not torch.equal(rows[name].to(row), row):
-            expected = f"what merge_and_unload() returns, with base=ORIGINAL and rank={rank}"
+            expected = "what merge_and_unload() returns, with base=ORIGINAL, and rank=SUM OF THE RANKS that were merged"
             raise ValueError(f"model: got LoRA merged into {name!r}, which would be lost, expected {expected}.")
 
 
@@ -229,34 +218,20 @@ def load_adapter(
     start = f"source: got {str(source)!r}"
     with wrap_errors(f"{start}, expected an adapter that can be read"):
         record: Any = read_json(folder / SETTINGS_FILE)
-        if missing := [field for field in ("base_model_type", "sizes", "mhla") if field not in record]:
-            raise ValueError(f"{SETTINGS_FILE} has no {missing[0]!r}")
-        sizes, settings = dict(record["sizes"]), MHLASettings.from_dict(record["mhla"])
+        expected = {"base_model_type": record["base_model_type"], **record["sizes"]}
+        settings = MHLASettings.from_dict(record["mhla"])
         lora = peft.PeftConfig.from_pretrained(folder)
-        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-            saved_with = json.loads((file.metadata() or {}).get("mhla", "{}"))
-        for field, value in saved_with.items():
-            if (current := record["mhla"].get(field)) != value:
-                saved = f"but the weights were saved with {value!r}"
-                raise ValueError(f"{SETTINGS_FILE} has {field!r} = {current!r}, {saved}")
+        weights = load_file(folder / WEIGHTS_FILE)
     peft_model: Any = model if isinstance(model, peft.PeftModel) else None
     if peft_model is not None and adapter_name in peft_model.peft_config:
         raise ValueError(f"adapter_name: got {adapter_name!r}, which the model already has, expected another name.")
-    parts = {"mhla", *(part for name in weights for part in name.split("."))}  # PEFT puts the adapter's name among them
-    if "." in adapter_name or adapter_name in parts:
-        expected = "one without a dot that is no part of a module's name"
-        raise ValueError(f"adapter_name: got {adapter_name!r}, expected {expected}.")
     base: Any = model if peft_model is None else peft_model.get_base_model()
     if not hasattr(getattr(base, "config", None), "model_type"):
         raise TypeError(f"model: got {type(base).__name__}, expected a language model of transformers or a PeftModel.")
-    model_type = getattr(base.config, "base_model_type", base.config.model_type)
-    if model_type != record["base_model_type"]:
-        expected = f"{record['base_model_type']!r}, the base of {str(source)!r}"
-        raise ValueError(f"model: got the model type {model_type!r}, expected {expected}.")
-    for name, size in sizes.items():
-        if (current := getattr(base.config, name, None)) != size:
-            raise ValueError(f"model: got {name} {current}, expected {size}, as the base of {str(source)!r} has.")
+    for name, value in expected.items():
+        default = base.config.model_type if name == "base_model_type" else None
+        if (current := getattr(base.config, name, default)) != value:
+            raise ValueError(f"model: got {name} {current!r}, expected {value!r}, as the base of {str(source)!r} has.")
     is_converted = getattr(base.config, "mhla", None) is not None
     if is_converted and MHLASettings.from_dict(base.config.mhla) != settings:
         raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected the same ones.")
@@ -270,7 +245,7 @@ def load_adapter(
     else:
         peft_model.load_adapter(str(folder), adapter_name, is_trainable=is_trainable)
     if getattr(lora, "target_modules", NO_LORA) != NO_LORA:
-        _remember_base(base, lora)
+        _remember_base(base)
     return peft_model
 
 

@@ -18,12 +18,9 @@ Conditions = dict[str, torch.Tensor]  # keyword arguments of a transformer, [B, 
 def make_arguments(
     transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditions: Conditions
 ) -> dict[str, Any]:
-    """Return the arguments of a diffusion transformer for latents [B, C, (F,) h, w] at `times` [B] (0 to 1,000).
-
-    "condition" [B, channels, (F,) h, w] becomes further channels of the latents, as in image-to-video models.
-    """
+    """Return the arguments of a diffusion transformer for latents [B, C, (F,) h, w] at `times` [B] (0 to 1,000)."""
     arguments: dict[str, Any] = dict(conditions)
-    if (condition := arguments.pop("condition", None)) is not None:
+    if (condition := arguments.pop("condition", None)) is not None:  # further channels of image-to-video models
         noisy = torch.cat([noisy, condition], dim=1)
     images = arguments.get("encoder_hidden_states_image")
     if images is not None and images.ndim == 4:  # Wan reads the embeddings [B, 2, L, D] of two images as 2 B rows
@@ -41,10 +38,7 @@ def make_arguments(
 
 
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Return the transformer's output in fp32, without the tokens of images to edit.
-
-    Float tensors among the arguments are cast to its dtype, except "timestep" and `constants`.
-    """
+    """Return the transformer's output in fp32, without the tokens of images to edit; float `arguments` have any dtype."""
     casts = {
         key: value.to(transformer.dtype)
         for key, value in arguments.items()

@@ -1,8 +1,7 @@
 """`distill`: one training loop, built on Accelerate, for every kind of model.
 
-A run that is killed at any moment resumes bit for bit: the order of the data is a function of (seed, stage, step), the
-learning rate of the step, and all else (weights, optimizer moments, random generators, sums not yet logged, the position in
-a stream) is saved in a state folder. The loop waits for the device only when it logs or saves.
+A run that is killed at any moment resumes bit for bit: data are a function of (seed, stage, step), and all else is in a
+saved state. The loop waits for the device only when it logs or saves.
 """
 
 import functools
@@ -19,7 +18,7 @@ from ..checkpoints.load import require_extra
 from ..checkpoints.values import read_settings
 from .recipe import STAGE_TYPES, CommonStage, Options, Recipe, Stage, make_stages, read_recipe
 from .run import Run
-from .run_folder import RECORD, RUN_OUTPUTS, RunFolder, identify
+from .run_folder import RECORD, RUN_OUTPUTS, RunFolder
 from .sharding import make_accelerator
 from .tasks import find_task
 from .tasks.base import Task
@@ -101,11 +100,8 @@ def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Ta
     """Train two models of a pipeline in turn, with only one on the device. The last run saves the pipeline."""
     first, last = parts
     first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
-    if (folder.out / RECORD).is_file():
-        last.earlier_student = identify(first.student, is_student=True)
-    else:
+    if not (folder.out / RECORD).is_file():
         train(first, first_folder)
-        last.earlier_student = first_folder.identity["student"]
         last.earlier_record = read_json(first_folder.out / RECORD)
         for model in (first.student, first.teacher):
             if model is not None:

@@ -36,11 +36,9 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
 
     A forward pass of some `ids` [B, L] shows what the model makes of known logits.
     """
-    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    name, layer = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
-        return f"its output head is a {type(layer).__name__}, not a torch.nn.Linear"
-    if type(layer.weight.data) is not torch.Tensor:
-        return f"its output head's weight is a {type(layer.weight.data).__name__}"
+        return f"{name}: its output head is a {type(layer).__name__}, not a torch.nn.Linear"
     config = model.config
     ids = ids[:1, :NUM_PROBE_TOKENS]
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
@@ -56,9 +54,9 @@ def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     with torch.random.fork_rng([ids.device] if ids.is_cuda else []), layer.register_forward_hook(return_probe):
         logits = model(input_ids=ids, use_cache=False).logits
     if input_shapes != [(*ids.shape, layer.in_features)]:
-        return "its output head does not read one hidden state of each token"
+        return f"{name}: its output head does not read one hidden state of each token"
     if logits.shape != probe.shape or not torch.allclose(logits.float(), head.transform(probe), rtol=1e-5, atol=1e-5):
-        return "its logits are more than a scaled or soft-capped output of its linear layer"
+        return f"{name}: its logits are more than a scaled or soft-capped output of its linear layer"
     return head
 
 
@@ -88,13 +86,13 @@ class SumInChunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
-        loss: Callable[..., torch.Tensor], token_tensors: Sequence[torch.Tensor], grad_enabled: bool,
+        loss: Callable[..., torch.Tensor], token_tensors: Sequence[torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         """Return the sums [S]. `hidden` [N, width] are the inputs of `head`, whose `weight` and `bias` follow, or logits."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         tensors: Any = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        gradients = [torch.zeros_like(x) if is_needed and grad_enabled else None for x, is_needed in tensors]
+        gradients = [torch.zeros_like(x) if is_needed else None for x, is_needed in tensors]
         d_hidden, d_weight, d_bias = gradients
         need_any = any(x is not None for x in gradients)
         sums: Any = 0
@@ -122,4 +120,4 @@ class SumInChunks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_sums: torch.Tensor) -> Any:
         gradients = (x if x is None else d_sums[0].to(x.dtype) * x for x in ctx.saved_tensors)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None

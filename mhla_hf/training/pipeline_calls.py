@@ -24,8 +24,8 @@ from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import wrap_errors
 from ..conversion.grid_fit import move
 from ..conversion.model_family import TRANSFORMERS
-from ..data import check_data_path, identify_files, load_split
-from .datasets.latents import Batch, Key, Latents, TrajectoryReader, make_generator, read_prompts
+from ..data import Reader, check_data_path, identify_files, load_split
+from .datasets.latents import Batch, Key, Latents, make_generator, read_prompts
 from .recipe import DiffusionStage
 from .trainable import HALF_DTYPES
 
@@ -53,9 +53,8 @@ class PipelineArguments:
         required = [value.name for value in named if value.default is value.empty]
         if missing := [name for name in required if name not in columns]:
             raise ValueError(f"data: got {self.name} without {missing[0]!r}, expected all that {caller} requires.")
-        takes_frames = not {*FRAME_ARGUMENTS, "video"}.isdisjoint(parameters)
         for stage in stages:
-            if len(stage.size or ()) == 3 and not takes_frames:
+            if len(stage.size or ()) == 3 and {*FRAME_ARGUMENTS, "video"}.isdisjoint(parameters):
                 got = f"{stage.size} in stage {stage.name!r}"
                 raise ValueError(f"size: got {got}, expected [rows, columns] in pixels for {caller}.")
 
@@ -88,8 +87,7 @@ def open_samples(data: Any) -> Latents | PipelineArguments:
     """
     if isinstance(data, dict):
         columns: dict[str, Any] = {key: value.detach() for key, value in data.items()}
-        hashes = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest()[:16] for key, value in columns.items()}
-        return Latents(StackDataset(**columns), "a dict of tensors", hashes)
+        return Latents(StackDataset(**columns), "a dict of tensors", _identify(columns))
     if isinstance(data, (list, tuple)) and data and all(isinstance(row, Mapping) for row in data):
         return PipelineArguments(list(data), "a list of arguments", hash_json([_identify(row) for row in data]))
     if (prompts := read_prompts(data)) is not None:
@@ -131,33 +129,55 @@ def _identify(value: Any) -> Any:
     return value
 
 
-class CallReader(TrajectoryReader):
-    """Reads the calls that `sample_calls(row, seed)` records for rows of the data. `constants` are the last batch's."""
+class TrajectoryReader(Reader):
+    """Reads one trajectory of the teacher per row, one call per batch, and samples new trajectories at their end.
+
+    `sample(reader, numbers)` returns the trajectory of each number, as a list of calls. `constants` are the last batch's.
+    """
 
     def __init__(
-        self, sample_calls: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, key: Key,
-        state: dict[str, Any] | None,
+        self, sample: Callable[..., list[list[Call]]], micro_batches: int, key: Key, state: dict[str, Any] | None
     ) -> None:  # fmt: skip
         super().__init__(key, state)
-        self.sample_calls, self.source = sample_calls, source
-        self.constants: Call = {}
+        self.sample, self.micro_batches = sample, micro_batches
+        self.position: int = state["position"] if state else 0  # in trajectories; `next` counts batches of them
+        self.trajectories: list[list[Call]] = []
 
-    def collate(self, inputs: Sequence[Call]) -> Batch:
-        tensors, self.constants = collate_calls(inputs)
+    def state(self) -> dict[str, Any]:
+        return {"next": self.next, "position": self.position}
+
+    def take(self, count: int, rows: slice = slice(None)) -> Batch:
+        if not self.trajectories:
+            numbers = [self.next * count + row for row in range(*rows.indices(count))]
+            for part in numpy.array_split(numbers, self.micro_batches):  # all may be too many to sample at once
+                self.trajectories += self.sample(self, part.tolist())
+        tensors, self.constants = collate_calls([trajectory[self.position] for trajectory in self.trajectories])
+        self.position += 1
+        if self.position == len(self.trajectories[0]):
+            self.next += 1
+            self.position = 0
+            self.trajectories = []
         return tensors
 
-    def sample(self, numbers: Sequence[int]) -> list[list[Call]]:
-        """Return each number's calls in random order. Those at one position have one form, so that they can be collated."""
-        trajectories = []
-        for number in numbers:
-            row = self.source.rows[self.shuffled(number, len(self.source.rows))]
-            calls = self.sample_calls(row, make_generator(*self.key, number).initial_seed())
-            kinds = [next(index for index, other in enumerate(calls) if _same_form(call, other)) for call in calls]
-            order = numpy.random.default_rng((*self.key, number))
-            shuffled = {kind: iter(order.permutation(numpy.flatnonzero(numpy.equal(kinds, kind)))) for kind in kinds}
-            batch_order = numpy.random.default_rng((*self.key, self.next)).permutation(kinds)
-            trajectories.append([calls[next(shuffled[kind])] for kind in batch_order])
-        return trajectories
+
+def sample_rows(
+    sample_row: Callable[[Mapping[str, Any], int], list[Call]], source: PipelineArguments, reader: Reader,
+    numbers: Sequence[int],
+) -> list[list[Call]]:  # fmt: skip
+    """Return the calls that `sample_row(row, seed)` records for rows of the data, for a `TrajectoryReader`.
+
+    Each row's calls are in random order. Those at one position have one form, so that they can be collated.
+    """
+    trajectories = []
+    for number in numbers:
+        row = source.rows[reader.shuffled(number, len(source.rows))]
+        calls = sample_row(row, make_generator(*reader.key, number).initial_seed())
+        kinds = [next(index for index, other in enumerate(calls) if _same_form(call, other)) for call in calls]
+        order = numpy.random.default_rng((*reader.key, number))
+        shuffled = {kind: iter(order.permutation(numpy.flatnonzero(numpy.equal(kinds, kind)))) for kind in kinds}
+        batch_order = numpy.random.default_rng((*reader.key, reader.next)).permutation(kinds)
+        trajectories.append([calls[next(shuffled[kind])] for kind in batch_order])
+    return trajectories
 
 
 def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
@@ -260,8 +280,7 @@ def sample_images(
     half = next((dtype for dtype in HALF_DTYPES if dtype in dtypes), None)
     # A student is trained in fp32, and the other models of its pipeline may be in half precision.
     is_mixed = half is not None and transformer.dtype == torch.float32
-    autocast = torch.autocast(transformer.device.type, dtype=half) if is_mixed else contextlib.nullcontext()
-    with prepared(pipeline, component, transformer), autocast:
+    with prepared(pipeline, component, transformer), torch.autocast(transformer.device.type, half, is_mixed):
         result = pipeline(**options, output_type="pil")
     return list(result.frames[0] if hasattr(result, "frames") else result.images[:1])
 
@@ -269,12 +288,8 @@ def sample_images(
 def save_preview(frames: Sequence[Image], folder: Path, step: int, trackers: Sequence[Any]) -> None:
     """Save an image as .png, or the frames of a video as animated .gif; log them to trackers that take images."""
     folder.mkdir(exist_ok=True)
-    file = folder / f"step-{step:09d}"
-    if len(frames) == 1:
-        frames[0].save(file.with_suffix(".png"))
-    else:
-        gif = file.with_suffix(".gif")
-        frames[0].save(gif, save_all=True, append_images=frames[1:], duration=MILLISECONDS_PER_FRAME, loop=0)
+    file = folder / f"step-{step:09d}.{'gif' if len(frames) > 1 else 'png'}"
+    frames[0].save(file, save_all=True, append_images=frames[1:], duration=MILLISECONDS_PER_FRAME, loop=0)
     images = numpy.stack([numpy.asarray(frame.convert("RGB")) for frame in frames])  # [F, H, W, 3]
     for tracker in trackers:
         if hasattr(tracker, "log_images"):
@@ -337,10 +352,7 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool) ->
 
 @contextlib.contextmanager
 def prepared(pipeline: Any, component: str, transformer: Any, stops: bool = False) -> Iterator[None]:
-    """Let a pipeline sample with `transformer` as its `component`, on the transformer's device; then restore the pipeline.
-
-    `stops` is as in `swapped`.
-    """
+    """Let a pipeline sample with `transformer` as its `component`, on the transformer's device; then restore it."""
     device = transformer.device
     # The module may be sharded or trained, so it does not become the component that the pipeline saves.
     components = vars(pipeline)

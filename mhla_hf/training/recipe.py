@@ -255,8 +255,8 @@ def describe_recipes() -> list[dict[str, Any]]:
     for name in recipe_names():
         recipe = read_recipe(name)
         stages = [{key: getattr(stage, key) for key in stage_keys if hasattr(stage, key)} for stage in recipe.stages]
-        fields = {"name": name, "task": recipe.task, "base": recipe.base}
-        recipes.append({**fields, "stages": stages, "about": recipe.about})
+        fields = {"task": recipe.task, "base": recipe.base, "stages": stages, "about": recipe.about}
+        recipes.append({"name": name, **fields})
     return recipes
 
 

@@ -1,5 +1,6 @@
 """One training run: its stages, optimizer steps, saved states, history and record."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -7,8 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import nn
 from tqdm import tqdm
 
 from ..checkpoints.file_io import check_writable, read_json, write_json
-from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import require_extra, summarize_error
 from ..checkpoints.provenance import describe_run, public_name
 from ..checkpoints.save import count_bytes
@@ -34,25 +33,25 @@ LONG = 4 * 3600  # seconds; a run on a CPU that takes longer names the recipe fo
 Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the device, summed since the last log entry
 
 
-class Interrupt:
-    """Defers Ctrl-C: the first sets `requested`, and is raised when the block ends; the second is raised at once."""
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Defer Ctrl-C: the first sets the event, and is raised when the block ends; the second is raised at once."""
+    requested = threading.Event()
 
-    requested = False
-
-    def __enter__(self) -> None:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self.previous_handler = signal.signal(signal.SIGINT, self._handle) if in_main_thread else None
-
-    def __exit__(self, error_type: type[BaseException] | None, _error: Any, _traceback: Any) -> None:
-        if self.previous_handler is not None:  # SIG_DFL is 0
-            signal.signal(signal.SIGINT, self.previous_handler)
-        if self.requested and error_type is None:
-            raise KeyboardInterrupt("stopped; the run had just finished and is saved")
-
-    def _handle(self, _number: int, _frame: Any) -> None:
-        if self.requested:
+    def handle(_number: int, _frame: Any) -> None:
+        if requested.is_set():
             raise KeyboardInterrupt
-        self.requested = True
+        requested.set()
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    previous_handler = signal.signal(signal.SIGINT, handle) if in_main_thread else None
+    try:
+        yield requested
+    finally:
+        if previous_handler is not None:  # SIG_DFL is 0
+            signal.signal(signal.SIGINT, previous_handler)
+    if requested.is_set():
+        raise KeyboardInterrupt("stopped; the run had just finished and is saved")
 
 
 @dataclasses.dataclass
@@ -76,10 +75,9 @@ class Run:
     def __post_init__(self) -> None:
         task = self.task
         self.student, self.teacher = task.student, task.teacher
-        self.interrupt = Interrupt()
         self.is_main = self.accelerator.is_main_process
         self.reports = self.reports and self.is_main
-        task.show_bars = self.show_bars = self.reports and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        self.show_bars = self.reports and (sys.stderr.isatty() or "ipykernel" in sys.modules)
         task.has_weights = self.is_main or not self.accelerator.is_fsdp2
         self.total_steps = sum(stage.steps for stage in self.stages)
         self.preview = task.previewer(self.source) if self.options.preview_every else None
@@ -106,14 +104,14 @@ class Run:
             self._report(f"{out} is finished already: nothing to do")
             return self.task.returned
         if self.is_main:
-            size = 0 if latest else trainable.count_state_bytes(self.student, self.stages)
-            check_writable(out, "out", size + count_bytes(self.task.returned))
+            state_size = 0 if latest else 4 * self.student.num_parameters()  # at least
+            check_writable(out, "out", state_size + count_bytes(self.task.returned))
             self.folder.begin()
         self.accelerator.wait_for_everyone()
         requires_grad = {parameter: parameter.requires_grad for parameter in self.student.parameters()}
         was_training = self.student.training
         try:
-            with self.interrupt:
+            with deferred_interrupt() as self.interrupt:
                 halves = [name for name, dtype in dtypes.items() if dtype in trainable.HALF_DTYPES]
                 trainable.set_dtypes(self.student, dict.fromkeys(halves, torch.float32), self.task.has_weights)
                 self._train(latest, requires_grad)
@@ -189,7 +187,7 @@ class Run:
         sums = {key: torch.tensor(value, device=accelerator.device) for key, value in progress["sums"].items()}
         mixings: Any = [module for name, module in self.task.student.named_modules() if name.endswith(".mhla.mixing")]
         direct_mixings = [x.weight for x in mixings if getattr(x, "form", None) == "direct" and x.weight.requires_grad]
-        label = f"{stage.name} ({number + 1}/{len(self.stages)})"
+        label = self.label = f"{stage.name} ({number + 1}/{len(self.stages)})"
         bar = tqdm(total=stage.steps, initial=progress["step"], desc=label, unit="step", disable=not self.show_bars)
         counts = {"step": 1, "total": 1, "since": 1, self.task.unit: self.task.units_per_step(stage)}
         last_time = time.monotonic()
@@ -208,10 +206,10 @@ class Run:
                 if progress["total"] == FIRST_STEPS:
                     self._report_time_left()
                 bar.update()
-                stop = self.interrupt.requested and accelerator.num_processes == 1
+                stop = self.interrupt.is_set() and accelerator.num_processes == 1
                 is_last = progress["step"] == stage.steps
                 if is_last or progress["step"] % self.options.log_every == 0:
-                    stop = self._log(stage, sums, grad_norm, optimizer.param_groups[-1]["lr"], bar)
+                    stop = self._log(stage, sums, grad_norm, optimizer.param_groups[0]["lr"], bar)
                     sums.clear()
                 if is_last or stop or progress["step"] % self.options.save_every == 0:
                     self._save_state(reader, sums, grad_norm, stage)
@@ -232,18 +230,10 @@ class Run:
             reader.close()
 
     def _restore(self, latest: Path) -> None:
-        """Load a saved state; its random states must load too, unless another number of processes saved it."""
-        from accelerate.utils import load
-
         try:
             self.accelerator.load_state(str(latest))
-            processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-            if self.progress.get("processes", processes) == processes:
-                random_states = load(latest / f"random_states_{rank}.pkl")  # load_state ignores what it cannot load
-                if not torch.equal(random_states["torch_manual_seed"], torch.get_rng_state()):
-                    raise ValueError("its random states are from other versions of the libraries")
             if self.average:
-                load_average(self.accelerator, self.average, latest)
+                load_average(self.average, latest)
         except Exception as error:  # a damaged file can raise anything
             raise unreadable_state(latest, summarize_error(error)) from error
 
@@ -262,7 +252,7 @@ class Run:
         for micro_batch in micro_batches:
             # Without synchronization, FSDP would keep the gradients of earlier micro-batches unsharded.
             synchronize = micro_batch is micro_batches[-1] or accelerator.is_fsdp2
-            with nullcontext() if synchronize else accelerator.no_sync(objective):
+            with contextlib.nullcontext() if synchronize else accelerator.no_sync(objective):
                 with accelerator.autocast():
                     loss, logs = objective(*(tensor.to(accelerator.device) for tensor in micro_batch), *weights)
                 accelerator.backward(loss)
@@ -289,7 +279,7 @@ class Run:
     def _log(self, stage: CommonStage, sums: Sums, grad_norm: torch.Tensor | None, lr: float, bar: Any) -> bool:
         """Log the means of `sums` and the task's scores; return whether any process got Ctrl-C. All processes call this."""
         progress, unit = self.progress, self.task.unit
-        interrupted = torch.tensor(float(self.interrupt.requested), device=self.accelerator.device)
+        interrupted = torch.tensor(float(self.interrupt.is_set()), device=self.accelerator.device)
         means = self.accelerator.reduce(torch.stack([*sums.values(), interrupted]), reduction="mean").tolist()
         num_interrupted = means.pop()
         entry = {"stage": stage.name, "step": progress["step"], "total": progress["total"], unit: progress[unit]}
@@ -315,8 +305,7 @@ class Run:
         bar.set_postfix(postfix, refresh=False)
         if not self.show_bars:
             values = ", ".join(f"{name} {value}" for name, value in postfix.items())
-            label = f"{stage.name} ({progress['stage'] + 1}/{len(self.stages)})"
-            self._report(f"{label}: step {progress['step']} of {stage.steps}, {values}")
+            self._report(f"{self.label}: step {progress['step']} of {stage.steps}, {values}")
         return num_interrupted > 0
 
     def _check_finite(self, stage: CommonStage, loss: float, grad_norm: torch.Tensor | None) -> None:
@@ -332,15 +321,14 @@ class Run:
 
         progress, accelerator = self.progress, self.accelerator
         progress["reader"] = reader.state()
-        progress["processes"] = accelerator.num_processes
         progress["sums"] = {key: accelerator.reduce(value, reduction="mean").item() for key, value in sums.items()}
         self._check_finite(stage, progress["sums"].get("loss", 0.0), grad_norm)
-        with self.folder.new_state(progress["total"]) if self.is_main else nullcontext() as main_folder:
+        with self.folder.new_state(progress["total"]) if self.is_main else contextlib.nullcontext() as main_folder:
             (state,) = broadcast_object_list([main_folder])
             accelerator.save_state(str(state), safe_serialization=False)
             accelerator.wait_for_everyone()
             if self.average:
-                save_average(accelerator, self.average, state)
+                save_average(self.average, state)
             if self.is_main:
                 write_json(state / "progress.json", progress)
         accelerator.wait_for_everyone()
@@ -356,8 +344,7 @@ class Run:
             earlier_seconds = entries[-1]["seconds"]
         record = {
             "format_version": 1,
-            "seed": self.folder.identity["seed"],
-            "mixed_precision": self.folder.identity["mixed_precision"],
+            **{key: self.folder.identity[key] for key in ("seed", "mixed_precision")},
             "processes": self.accelerator.num_processes,
             "task": self.task.name,
             "student": type(self.student).__name__,
@@ -365,9 +352,7 @@ class Run:
             "teacher": self.teacher and public_name(getattr(self.teacher.config, "_name_or_path", None)),
             "stages": stages,
             "steps": progress["total"],
-            unit: progress[unit],
-            "resumed": progress["resumed"],
-            "history": progress["history"],
+            **{key: progress[key] for key in (unit, "resumed", "history")},
             "seconds": round(progress["seconds"], 3),
             "data": {**self.source.describe(), "name": public_name(self.source.name)},
             "gradient_checkpointing": self.options.gradient_checkpointing,
@@ -380,9 +365,6 @@ class Run:
     def _describe_identity(self) -> dict[str, Any]:
         """Return all that determines the trained weights, as JSON. A run resumes only states of the same identity."""
         needs_teacher = any(stage.needs_teacher for stage in self.stages)
-        student = identify(self.student, is_student=True)
-        if self.task.earlier_student is not None:
-            student = hash_json([self.task.earlier_student, student], 32)
         return {
             "seed": self.seed,
             "mixed_precision": self.accelerator.mixed_precision,
@@ -390,7 +372,7 @@ class Run:
             "sharded": self.accelerator.is_fsdp2 or None,
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "data": self.source.describe(),
-            "student": student,
+            "student": identify(self.student, is_student=True),
             "teacher": identify(self.teacher) if needs_teacher else None,
         }
 

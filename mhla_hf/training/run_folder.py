@@ -1,8 +1,8 @@
 """The folders of a training run, which survive a killed process.
 
-A finished run creates `<out>` by one rename. Until then, `<out>.state/` has the states `step-N/`, `runs/` and `previews/`,
-files that are being written (`unfinished/`), a lock, and a marker without which no folder is written to or cleared. In
-each state, `run.json` identifies the run, so that no other resumes from it, and has a checksum of every file.
+A finished run creates `<out>` by one rename. Until then, `<out>.state/` has the states `step-N/`, `runs/`, `previews/`, a
+lock, and `unfinished/`, what is being written, without which no folder is written to or cleared. In each state, `run.json`
+identifies the run, so that no other resumes from it, and has a checksum of every file.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from ..checkpoints.load import summarize_error
 
 RECORD = "train.json"
 IDENTITY = "run.json"
-MARKER = "of_a_run_of_mhla_hf"
 STATE_PATTERN = "step-" + 9 * "[0-9]"
 RUN_OUTPUTS = ("runs", "previews")  # folders that are moved into `<out>` at the end
 NUM_KEPT_STATES = 2
@@ -75,9 +74,7 @@ class RunFolder:
         else:
             self.check_free()
             latest = self.newest_state()
-            earlier = read_json(latest / IDENTITY) if latest else None
-            if latest and earlier is None:
-                raise unreadable_state(latest, f"{IDENTITY} is missing")
+            earlier = (read_json(latest / IDENTITY) or {}) if latest else None
         if earlier is None:
             self.identity = current
         elif changed := [key for key, value in self.identity.items() if earlier.get(key) != value]:
@@ -92,21 +89,21 @@ class RunFolder:
         start = f"out: got {str(self.out)!r}"
         if self.out.is_file() or (self.out.exists() and any(self.out.iterdir())):
             raise ValueError(f"{start}, which is a file or holds other files, expected a new or empty folder.")
-        if self.state.is_dir() and any(self.state.iterdir()) and not (self.state / MARKER).is_file():
+        if self.state.is_dir() and any(self.state.iterdir()) and not self.unfinished.is_dir():
             place = f"{str(self.state)!r}, which holds other files"
             raise ValueError(f"{start}, whose state would go to {place}, expected another name.")
 
     def begin(self) -> None:
         """Create the state folder, lock it against other processes, and remove unfinished files of a killed one."""
         with self._explain_errors("the run's state"):
-            self.state.mkdir(parents=True, exist_ok=True)
-            (self.state / MARKER).touch()
+            self.unfinished.mkdir(parents=True, exist_ok=True)
             try:
                 self.lock.acquire(blocking=False)
             except Timeout:
                 got = f"{str(self.out)!r}, into which another process is training now"
                 raise ValueError(f"out: got {got}, expected another folder.") from None
-            shutil.rmtree(self.unfinished, ignore_errors=True)
+            for path in self.unfinished.iterdir():
+                shutil.rmtree(path, ignore_errors=True)
 
     @contextlib.contextmanager
     def new_state(self, step: int) -> Iterator[Path]:
@@ -139,12 +136,11 @@ class RunFolder:
     def clear(self) -> None:
         """Release the lock, and remove what the run wrote to its state folder, but no other files."""
         self.lock.release()
-        if not (self.state / MARKER).is_file():
+        if not self.unfinished.is_dir():
             return
-        for folder in (self.unfinished, *(self.state / name for name in RUN_OUTPUTS), *self._list_states()):
+        Path(self.lock.lock_file).unlink(missing_ok=True)
+        for folder in (*(self.state / name for name in RUN_OUTPUTS), *self._list_states(), self.unfinished):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.lock.lock_file, self.state / MARKER):
-            Path(file).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.state.rmdir()
 

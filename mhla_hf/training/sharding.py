@@ -7,6 +7,7 @@ copy of the student, beside one of the teacher, and at the end gathers its weigh
 import contextlib
 import copy
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from .tasks.base import Task
 from .trainable import find_mhla_attentions
 
-AVERAGE_FILE = "average.pt"
-AVERAGE_FOLDER = "average"  # with FSDP, where each process writes its shard
+AVERAGE_FOLDER = "average"
 # Modules that are FSDP units of their own because they are also called from outside of their block, as DiT calls the
 # embeddings of its first block.
 CALLED_FROM_OUTSIDE = {"CombinedTimestepLabelEmbeddings"}
@@ -59,8 +59,6 @@ def make_accelerator(**options: Any) -> Any:
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
         raise ValueError(f"fsdp_version: got {version} from the launcher, expected 2.")
-    if cpu_only and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        raise ValueError("fsdp_offload_params: got true from the launcher, expected false where there is no GPU.")
     plugin = FullyShardedDataParallelPlugin(
         auto_wrap_policy="transformer_based_wrap",
         mixed_precision_policy=MixedPrecisionPolicy(),  # FSDP casts nothing: autocast does, as without sharding
@@ -75,30 +73,22 @@ def make_accelerator(**options: Any) -> Any:
     return accelerator
 
 
-def save_average(accelerator: Any, average: Any, folder: Path) -> None:
-    """Save an `EMAModel` in the folder of a state; with FSDP, each process saves its shard. All processes call this."""
-    if accelerator.is_fsdp2:
+def save_average(average: Any, folder: Path) -> None:
+    """Save an `EMAModel` in the folder of a state, with FSDP each process its shards. All processes call this."""
+    with warnings.catch_warnings(action="ignore"):  # of a single process, that it is one
         save_shards(average.state_dict(), checkpoint_id=folder / AVERAGE_FOLDER)
-    elif accelerator.is_main_process:
-        torch.save(average.state_dict(), folder / AVERAGE_FILE)
 
 
-def load_average(accelerator: Any, average: Any, folder: Path) -> None:
-    if accelerator.is_fsdp2:
-        state = average.state_dict()
+def load_average(average: Any, folder: Path) -> None:
+    state = average.state_dict()
+    with warnings.catch_warnings(action="ignore"):
         load_shards(state, checkpoint_id=folder / AVERAGE_FOLDER)
-        average.load_state_dict(state)
-    else:
-        average.load_state_dict(torch.load(folder / AVERAGE_FILE, weights_only=True))
-        average.to(accelerator.device)
+    average.load_state_dict(state)
 
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """With FSDP, put copies into `task` for a stage: a sharded teacher, and a student that Accelerate will shard.
-
-    Without FSDP, only move the teacher to the device.
-    """
+    """With FSDP, put copies into `task` for a stage: a sharded teacher, and a student that Accelerate will shard."""
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
         if needs_teacher:

@@ -34,32 +34,27 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
         if not attentions and (stage.loss == "transfer" or stage.trainable != "all"):
             got = f"a model without MHLA layers for stage {stage.name!r}"
             raise ValueError(f"student: got {got}, expected one that `convert` returned.")
-        if stage.trainable == "mhla" and not any(".mhla." in name for name in parameters):
-            got = f"'mhla' in stage {stage.name!r} for MHLA layers without parameters"
-            raise ValueError(f"trainable: got {got}, expected 'attention' or 'all'.")
         if not any(_is_trained(name, attentions, stage, value.requires_grad) for name, value in parameters.items()):
-            got = f"frozen parameters alone where stage {stage.name!r} trains {stage.trainable!r}"
-            raise ValueError(f"student: got {got}, expected some with requires_grad.")
+            got = f"{stage.trainable!r} in stage {stage.name!r}, which trains no parameter with requires_grad"
+            raise ValueError(f"trainable: got {got}, expected 'attention' or 'all', and a student that is not frozen.")
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequence[CommonStage]) -> None:
     """Raise ValueError if a stage needs a teacher that is missing, shares weights, or is not the student's original."""
-    teacher_stages = [stage for stage in stages if stage.needs_teacher]
-    if not teacher_stages:
+    needing = next((stage for stage in stages if stage.needs_teacher), None)
+    if needing is None:
         return
     if teacher is None:
-        first = teacher_stages[0]
-        raise ValueError(f"teacher: got None, expected a model for the loss {first.loss!r} of stage {first.name!r}.")
+        expected = f"a model for the loss {needing.loss!r} of stage {needing.name!r}"
+        raise ValueError(f"teacher: got None, expected {expected}.")
     student_storages = {parameter.untyped_storage().data_ptr() for parameter in student.parameters()}
     for name, parameter in teacher.named_parameters():
         if parameter.untyped_storage().data_ptr() in student_storages:
             got = f"a model that shares {name!r} with the student"
             raise ValueError(f"teacher: got {got}, expected a copy made before the conversion.")
-    if not any(stage.loss == "transfer" for stage in teacher_stages):
-        return
     teacher_modules = dict(teacher.named_modules())
     teacher_attentions = find_mhla_attentions(teacher)
-    for name in find_mhla_attentions(student):
+    for name in find_mhla_attentions(student) if any(stage.loss == "transfer" for stage in stages) else ():
         if name not in teacher_modules:
             raise ValueError(f"teacher: got a model without the module {name!r}, expected the student's original.")
         if name in teacher_attentions:
@@ -106,26 +101,16 @@ def set_trainable(student: nn.Module, stage: CommonStage, allowed: Mapping[nn.Pa
         parameter.requires_grad_(_is_trained(name, attentions, stage, allowed.get(parameter, True)))
 
 
-def count_state_bytes(student: nn.Module, stages: Sequence[CommonStage]) -> int:
-    """Return the bytes of the largest state: fp32 weights and AdamW's two moments, without the average of `ema`."""
-    attentions, parameters = find_mhla_attentions(student), list(student.named_parameters())
-
-    def count_trained(stage: CommonStage) -> int:
-        return sum(x.numel() for name, x in parameters if _is_trained(name, attentions, stage, x.requires_grad))
-
-    return 4 * sum(x.numel() for _, x in parameters) + 8 * max(map(count_trained, stages))
-
-
 def make_parameter_groups(student: nn.Module, stage: CommonStage) -> list[dict[str, Any]]:
     """Return AdamW's parameter groups. `top_lr` is their peak learning rate, from which each step sets `lr`."""
     lr_mhla = stage.lr if stage.lr_mhla is None else stage.lr_mhla
-    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in student.named_parameters():
         if parameter.requires_grad:
             is_mhla = ".mhla." in name
-            top_lr = lr_mhla if is_mhla else stage.lr
-            groups.setdefault((top_lr, is_mhla, parameter.ndim > 1 and not is_mhla), []).append(parameter)
+            weight_decay = 0.0 if is_mhla or parameter.ndim < 2 else stage.weight_decay
+            groups.setdefault((lr_mhla if is_mhla else stage.lr, weight_decay), []).append(parameter)
     return [
-        {"params": values, "lr": 0.0, "top_lr": top_lr, "weight_decay": stage.weight_decay * decays}
-        for (top_lr, _, decays), values in groups.items()
+        {"params": values, "lr": 0.0, "top_lr": top_lr, "weight_decay": weight_decay}
+        for (top_lr, weight_decay), values in groups.items()
     ]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import mhla_hf
 from mhla_hf.training.recipe import DiffusionStage
-from mhla_hf.training.run import Interrupt, Run
+from mhla_hf.training.run import Run, deferred_interrupt
 from mhla_hf.training.tasks.language import LanguageObjective
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -86,7 +86,7 @@ def test_ctrl_c_at_the_last_step_still_stops_the_caller_and_a_second_one_at_once
     with pytest.raises(KeyboardInterrupt, match="had just finished"):
         lab.train(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
-    with pytest.raises(KeyboardInterrupt, match=r"^$"), Interrupt() as _:
+    with pytest.raises(KeyboardInterrupt, match=r"^$"), deferred_interrupt():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -26,8 +26,6 @@ BAD = [
     (Stage, {"loss": "transfer"}, "trainable: got 'all' with loss 'transfer', expected 'mhla' or 'attention'"),
     (Stage, {"loss": "logits", "top_k": 8, "temperature": 2}, "temperature: got 2 with a KL divergence over the most"),
     (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),
-    (Stage, {"lr": 0}, "stage 'a': lr: got 0, expected a number above 0"),
-    (Stage, {"lr": "fast"}, r"lr: got 'fast', expected int \| float"),
     (Stage, {"ema": 1}, "ema: got 1, expected a number of at least 0 and below 1"),
     (Stage, {"steps": True}, "steps: got True, expected int"),
     (EncoderStage, {"loss": "lm"}, r"stage 'a': loss: got 'lm', expected one of \['transfer', 'embeddings'\]"),
@@ -48,8 +46,6 @@ def test_bad_stage(kind, change, words):
 
 def test_a_recipe_of_a_file(tmp_path):
     file = tmp_path / "recipe.yaml"
-    with pytest.raises(ValueError, match="which is not a file, expected a YAML file"):
-        read_recipe(file)
     stages = "stages:\n- {name: a, loss: lm, steps: 10, lr: 1e-3, weight_decay: 1E-2}\n"
     file.write_text(f"{stages}run: {{save_every: 5}}\n")
     recipe = read_recipe(file)
@@ -57,29 +53,6 @@ def test_a_recipe_of_a_file(tmp_path):
     file.write_text(f"{stages}run: {{precision: 16}}")
     with pytest.raises(ValueError, match="run: precision: got an unknown name"):
         read_recipe(file)
-
-
-def test_a_recipe_by_name_with_some_values_changed():
-    changes = {"*.batch_size": 8, "distill.lr": 5e-5, "settings.block_size": 64, "run.save_every": 7}
-    changes["data"] = "notes.txt"
-    plain, recipe = read_recipe("encoder"), read_recipe("encoder", changes)
-    assert [stage.batch_size for stage in recipe.stages] == [8, 8] and recipe.data == "notes.txt"
-    assert [stage.lr for stage in recipe.stages] == [plain.stages[0].lr, 5e-5]
-    assert recipe.settings == {**plain.settings, "block_size": 64} and recipe.run == {**plain.run, "save_every": 7}
-    assert read_recipe(recipe) is recipe
-
-
-BAD_CHANGES = {
-    "distil.lr": r"set: got 'distil.lr', expected one of transfer.\*, distill.\*, settings.\*, run",
-    "distill.rate": "stage 'distill': rate: got an unknown name, expected one of name, loss",
-    "distill.lr": "stage 'distill': lr: got 'x', expected",
-}
-
-
-@pytest.mark.parametrize("place, words", BAD_CHANGES.items())
-def test_bad_changes(place, words):
-    with pytest.raises(ValueError, match=words):
-        read_recipe("encoder", {place: "x"})
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -99,16 +72,3 @@ def test_our_recipes_are_sound(name):
     else:
         assert (recipe.base or name in ("language_cpu", "encoder")) and MHLASettings(**settings)
         assert recipe.task != "diffusion" or settings["layout"]
-
-
-def test_recipes_hold_the_papers_settings():
-    first = {name: read_recipe(name).stages[0] for name in recipe_names()}
-    wan, sana = first["wan_paper"], first["sana_paper"]
-    assert (wan.size, wan.lr, wan.eps, wan.max_grad_norm, wan.shift) == ([81, 480, 800], 2e-5, 1e-10, 0.1, 3.0)
-    assert (wan.timesteps, wan.batch_size, wan.loss, wan.drop_condition) == ("logit-normal", 32, "denoising", 0.1)
-    assert (sana.steps, sana.batch_size) == (40_000, 256)
-    for stage in (first["dit_paper"], first["dit_finetune"]):
-        assert (stage.steps, stage.lr, stage.batch_size, stage.schedule) == (400_000, 1e-4, 256, "constant")
-    for stage in (first["image_deit_tiny_scratch"], first["image_vlt_tiny_scratch"]):
-        assert (stage.batch_size, stage.lr, stage.steps) == (1024, 1e-3, round(300 * 1_281_167 / 1024))
-        assert stage.ema and stage.mixup and stage.cutmix and stage.erase

@@ -57,33 +57,28 @@ class LabeledImages:
         label2id = {name: label for label, name in enumerate(names)}
         return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
 
-    def renumber_as(self, class_names: Sequence[str], training_name: str) -> "LabeledImages":
-        """Relabel these test images with the class numbers of the training data, which must have all their classes."""
-        names = self.class_names or ()
-        if unknown := [name for name in names if name not in class_names]:
-            expected = f"only the {len(class_names)} classes of the training data {training_name!r}"
-            raise ValueError(f"test: got {self.name!r} with the class {unknown[0]!r}, expected {expected}.")
-        return self._renumber([list(class_names).index(name) for name in names], class_names)
+    def renumber_for(self, config: Any, argument: str = "data", order: Sequence[str] = ()) -> "LabeledImages":
+        """Relabel these images with a model's class numbers, by name or, if the model knows no name, in order.
 
-    def renumber_for(self, config: Any, argument: str = "data") -> "LabeledImages":
-        """Relabel these images with a model's class numbers, by name or, if the model knows no name, in order."""
-        names = self.class_names or ()
+        Of test images, `order` are the classes of the training data, which must include theirs.
+        """
+        images, names = self, self.class_names or ()
+        order = order or names
         model_numbers = {str(label): int(number) for number, label in config.id2label.items()}
-        unknown = [name for name in names if name not in model_numbers]
-        if unknown and len(unknown) < len(names):
-            got = f"the class {unknown[0]!r}, which is not among the model's, as others are"
-            raise ValueError(f"{argument}: got {got}, expected only classes of the model.")
-        if unknown and len(names) != len(model_numbers):
-            got = f"{len(names)} classes for a model with {len(model_numbers)} labels"
-            raise ValueError(f"{argument}: got {got}, expected as many.")
-        numbers = range(len(names)) if unknown else [model_numbers[name] for name in names]
-        images = self._renumber(numbers) if names else self
+        if set(order).isdisjoint(model_numbers):
+            if order and len(order) != len(model_numbers):
+                got = f"{len(order)} classes for a model with {len(model_numbers)} labels"
+                raise ValueError(f"{argument}: got {got}, expected as many.")
+            model_numbers = {name: number for number, name in enumerate(order)}
+        if unknown := [name for name in names if name not in order or name not in model_numbers]:
+            expected = "only classes of the model and of the training data"
+            raise ValueError(f"{argument}: got {self.name!r} with the class {unknown[0]!r}, expected {expected}.")
+        if names:
+            self.check_labels(len(names), argument)
+            numbers = torch.tensor([model_numbers[name] for name in names])
+            images = dataclasses.replace(self, labels=numbers[self.labels], class_names=None)
         images.check_labels(config.num_labels, argument)
         return images
-
-    def _renumber(self, numbers: Sequence[int], class_names: Sequence[str] | None = None) -> "LabeledImages":
-        self.check_labels(len(numbers))
-        return dataclasses.replace(self, labels=torch.tensor(numbers)[self.labels], class_names=class_names)
 
     def check_labels(self, num_classes: int, argument: str = "data") -> None:
         """Raise ValueError unless all labels are from 0 to `num_classes` - 1. Test splits on the Hub hide theirs as -1."""

@@ -4,16 +4,15 @@ Every sample has its own generator, seeded with (seed, stage, number of the samp
 a run was interrupted.
 """
 
-import abc
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy
 import torch
-from tqdm import tqdm
 
+from ...conversion.grid_fit import move
 from ...data import Reader, check_data_path, read_text_file
 from ..denoising import Conditions, NoiseProcess, sample_latents
 from ..recipe import DiffusionStage
@@ -78,8 +77,9 @@ class LatentReader(Reader):
         """Return "noisy" and "target", [R, C, (F,) h, w], "times" [R], and the conditions of the R rows."""
         samples = [self._make_sample(self.next + row) for row in range(*rows.indices(count))]
         self.next += count
-        *inputs, targets = zip(*samples, strict=True)
-        return {**_collate(inputs, self.conditions), "target": torch.stack(targets)}
+        noisy, times, conditions, targets = zip(*samples, strict=True)
+        batch = {"noisy": torch.stack(noisy), "times": torch.tensor(times), "target": torch.stack(targets)}
+        return {**batch, **self.conditions.batch(conditions)}
 
     def _make_sample(self, number: int) -> tuple[torch.Tensor, float, Condition, torch.Tensor]:
         latents, condition = self.source.sample(self.shuffled(number, len(self.source.rows)))
@@ -93,94 +93,34 @@ class LatentReader(Reader):
         return noisy, time, condition, target
 
 
-class TrajectoryReader(Reader):
-    """Reads one trajectory of the teacher per row, one input per batch, and samples new trajectories at their end."""
-
-    def __init__(self, key: Key, state: dict[str, Any] | None) -> None:
-        super().__init__(key, state)
-        self.position: int = state["position"] if state else 0  # in trajectories; `next` counts batches of them
-        self.trajectories: list[list[Any]] = []
-
-    def state(self) -> dict[str, Any]:
-        return {"next": self.next, "position": self.position}
-
-    def take(self, count: int, rows: slice = slice(None)) -> Batch:
-        if not self.trajectories:
-            self.trajectories = self.sample([self.next * count + row for row in range(*rows.indices(count))])
-        inputs = [trajectory[self.position] for trajectory in self.trajectories]
-        self.position += 1
-        if self.position == len(self.trajectories[0]):
-            self.next += 1
-            self.position = 0
-            self.trajectories = []
-        return self.collate(inputs)
-
-    @abc.abstractmethod
-    def sample(self, numbers: Sequence[int]) -> list[list[Any]]:
-        """Return the trajectory of each number, as a list of inputs."""
-
-    @abc.abstractmethod
-    def collate(self, inputs: Sequence[Any]) -> Batch:
-        """Return the tensors of a batch, by name, from one input per row."""
-
-
-class PointReader(TrajectoryReader):
-    """Reads points (latents, time, condition) of trajectories that `teacher`, a transformer and its scheduler, samples."""
-
-    def __init__(
-        self, teacher: tuple[Any, Any], shape: tuple[int, ...], conditions: ConditionEncoder, stage: DiffusionStage,
-        key: Key, state: dict[str, Any] | None, show_bar: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(key, state)
-        self.teacher, self.shape, self.show_bar = teacher, shape, show_bar
-        self.conditions, self.stage = conditions, stage
-
-    def collate(self, inputs: Sequence[Any]) -> Batch:
-        return _collate(zip(*inputs, strict=True), self.conditions)
-
-    def sample(self, numbers: Sequence[int]) -> list[list[Any]]:
-        # A batch that is trained in micro-batches may be too large to sample at once.
-        size = -(-len(numbers) // self.stage.grad_accum)
-        micro_batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-        return [trajectory for batch in micro_batches for trajectory in self._sample(batch)]
-
-    def _sample(self, numbers: Sequence[int]) -> list[list[Any]]:
-        transformer, scheduler = self.teacher
-        device = next(transformer.parameters()).device
-        generators = [make_generator(*self.key, number) for number in numbers]
-        noise = torch.stack([torch.randn(self.shape, generator=generator) for generator in generators])
-        drawn: list[Condition] = [self.conditions.draw(generator) for generator in generators]
-        conditions, unconditional = (
-            {key: value.to(device) for key, value in self.conditions.batch(samples).items()}
-            for samples in (drawn, [_without_text(condition) for condition in drawn])
-        )
-        device_generators = [torch.Generator(device).manual_seed(generator.initial_seed()) for generator in generators]
-        points: list[tuple[torch.Tensor, float]] = []
-        steps = self.stage.sampling_steps
-        with tqdm(total=steps, desc="teacher's trajectories", leave=False, delay=2, disable=not self.show_bar) as bar:
-
-            def keep_point(latents: torch.Tensor, time: float) -> None:
-                points.append((latents.cpu(), time))
-                bar.update()
-
-            sample_latents(
-                transformer, scheduler, noise.to(device), conditions, unconditional, steps=steps,
-                guidance=self.stage.guidance, generators=device_generators, on_step=keep_point,
-            )  # fmt: skip
-        trajectories = []
-        for row, (number, condition) in enumerate(zip(numbers, drawn, strict=True)):
-            trajectory = []
-            for position, step in enumerate(numpy.random.default_rng((*self.key, number)).permutation(len(points))):
-                draw = torch.rand((), generator=make_generator(*self.key, number, position)).item()
-                kept = _without_text(condition) if draw < self.stage.drop_condition else condition
-                trajectory.append((points[step][0][row], points[step][1], kept))
-            trajectories.append(trajectory)
-        return trajectories
-
-
-def _collate(inputs: Iterable[Sequence[Any]], encoder: ConditionEncoder) -> Batch:
-    noisy, times, conditions = inputs
-    return {"noisy": torch.stack(list(noisy)), "times": torch.tensor(times), **encoder.batch(conditions)}
+def sample_points(
+    transformer: Any, scheduler: Any, shape: tuple[int, ...], encoder: ConditionEncoder, stage: DiffusionStage,
+    reader: Reader, numbers: Sequence[int],
+) -> list[list[Batch]]:  # fmt: skip
+    """Return trajectories that a teacher samples, for a `TrajectoryReader`: points in random order, batches of one row."""
+    device = next(transformer.parameters()).device
+    generators = [make_generator(*reader.key, number) for number in numbers]
+    noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+    drawn: list[Condition] = [encoder.draw(generator) for generator in generators]
+    guided, unguided = encoder.batch(drawn), encoder.batch([_without_text(condition) for condition in drawn])
+    points: list[tuple[torch.Tensor, float]] = []
+    sample_latents(
+        transformer, scheduler, noise.to(device), *(move(conditions, device) for conditions in (guided, unguided)),
+        steps=stage.sampling_steps, guidance=stage.guidance,
+        generators=[torch.Generator(device).manual_seed(generator.initial_seed()) for generator in generators],
+        on_step=lambda latents, time: points.append((latents.cpu(), time)),
+    )  # fmt: skip
+    trajectories = []
+    for row, number in enumerate(numbers):
+        trajectory = []
+        for position, step in enumerate(numpy.random.default_rng((*reader.key, number)).permutation(len(points))):
+            draw = torch.rand((), generator=make_generator(*reader.key, number, position)).item()
+            conditions = unguided if draw < stage.drop_condition else guided
+            latents, time = points[step]
+            batch = {"noisy": latents, "times": torch.full((len(numbers),), time), **conditions}
+            trajectory.append({name: value[row : row + 1] for name, value in batch.items()})
+        trajectories.append(trajectory)
+    return trajectories
 
 
 def _without_text(condition: Condition) -> Condition:

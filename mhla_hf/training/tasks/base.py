@@ -44,11 +44,8 @@ class Task(abc.ABC, Generic[StageT]):
         self.returned = self.student = student
         self.teacher = teacher
         self.preprocessor = preprocessor  # a tokenizer or image processor that is saved with the model
-        # The loop sets these. With FSDP, only the main process has the student's weights.
-        self.show_bars, self.has_weights = False, True
-        # The second of two `parts` gets the hash of the first's student before training, and the first's record.
-        self.earlier_student: str | None = None
-        self.earlier_record: dict[str, Any] | None = None
+        self.has_weights = True  # with FSDP, False in all but the main process
+        self.earlier_record: dict[str, Any] | None = None  # of the first of two `parts`, in the second
 
     def parts(self) -> "tuple[Task, ...]":
         """Return the tasks to run in turn: two for a pipeline with two transformers."""

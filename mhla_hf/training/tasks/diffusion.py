@@ -11,7 +11,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -19,11 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from ...checkpoints.fingerprint import hash_json
 from ...conversion.model_family import TRANSFORMERS, family_of, is_of_diffusers, transformer_family
 from ...data import Reader
-from ...models.families import Family
 from ..adapters import import_peft
-from ..datasets.latents import ClassConditions, LatentReader, Latents, PointReader, TextConditions
+from ..datasets.latents import ClassConditions, LatentReader, Latents, TextConditions, sample_points
 from ..denoising import Conditions, NoiseProcess, call, make_arguments
-from ..pipeline_calls import CallReader, PipelineArguments, open_samples, sample_calls, sample_images
+from ..pipeline_calls import PipelineArguments, TrajectoryReader, open_samples, sample_calls, sample_images, sample_rows
 from ..recipe import DiffusionStage
 from ..trainable import find_mhla_attentions
 from .base import LossAndLogs, Objective, Task, TensorsAndWeights, load_weights
@@ -100,10 +99,7 @@ class DiffusionTask(Task[DiffusionStage]):
         self.batch: tuple[tuple[str, ...], dict[str, Any]] = ((), {})  # see `DiffusionObjective`
 
     def parts(self) -> tuple[Task, ...]:
-        """Return the tasks to train in turn: this one, or in a pipeline with two transformers (Wan 2.2) one for each.
-
-        The first is for high noise and saves its transformer alone; the second is for low noise and saves the pipeline.
-        """
+        """Return two tasks for Wan 2.2: one for high noise, which saves its transformer alone, and one for low noise."""
         if all(getattr(model, TRANSFORMERS[1], None) is None for model in self.models):
             return (self,)
         for argument, model in zip(("student", "teacher"), self.models, strict=True):
@@ -125,9 +121,8 @@ class DiffusionTask(Task[DiffusionStage]):
     def check(self, stages: Sequence[DiffusionStage]) -> None:
         """Also check that families and channels match, and set what the data must have, such as `condition_names`."""
         models = [self.student] if self.teacher is None else [self.student, self.teacher]
-        families = [family_of(model) if is_of_diffusers(model) else None for model in models]
-        for argument, model, family in zip(("student", "teacher"), models, families, strict=False):
-            if family is None:
+        for argument, model in zip(("student", "teacher"), models, strict=False):
+            if not is_of_diffusers(model) or family_of(model) is None:
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.pipeline is None:
             raise ValueError("teacher: got no pipeline, nor as student, expected one of them, for its scheduler.")
@@ -137,7 +132,7 @@ class DiffusionTask(Task[DiffusionStage]):
         descriptions = [f"{x.__name__} of {count} channels" for x, count in zip(bases, channels, strict=True)]
         if descriptions[0] != descriptions[-1]:
             raise ValueError(f"teacher: got a {descriptions[-1]}, expected a {descriptions[0]} as the student is.")
-        family = cast(Family, families[0])
+        family: Any = family_of(self.student)
         self.condition_names, self.fixed_size = family.conditions, family.fixed_size
         self.takes_text = "encoder_hidden_states" in family.conditions
         self.reads_calls = not family.conditions or bool(self._image_columns()) or self.has_two_transformers
@@ -182,20 +177,22 @@ class DiffusionTask(Task[DiffusionStage]):
     def reader(
         self, source: Any, stage: DiffusionStage, number: int, seed: int, state: dict[str, Any] | None
     ) -> Reader:
-        key = (seed, number)
+        key, scheduler = (seed, number), self.pipeline.scheduler
         if source.latents is not None:
-            scheduler = self.pipeline.scheduler
             times = (0.0, math.inf)  # for which the transformer is used
             if self.has_two_transformers:
                 boundary = self.pipeline.config.boundary_ratio * scheduler.config.num_train_timesteps
                 times = (boundary, math.inf) if self.component == TRANSFORMERS[0] else (0.0, boundary)
             process = NoiseProcess(scheduler, times)
             return LatentReader(source.latents, source.conditions, process, stage, key, state)
+        sample: Any
         if self.reads_calls:
-            sample = functools.partial(sample_calls, self.pipeline, self.component, self.teacher, stage)
-            return CallReader(sample, source.arguments, key, state)
-        teacher = (self.teacher, self.pipeline.scheduler)
-        return PointReader(teacher, self._latent_shape(stage), source.conditions, stage, key, state, self.show_bars)
+            sample_row = functools.partial(sample_calls, self.pipeline, self.component, self.teacher, stage)
+            sample = functools.partial(sample_rows, sample_row, source.arguments)
+        else:
+            fixed = self.teacher, scheduler, self._latent_shape(stage), source.conditions, stage
+            sample = functools.partial(sample_points, *fixed)
+        return TrajectoryReader(sample, stage.grad_accum, key, state)
 
     def previewer(self, source: Any) -> Callable[[DiffusionStage, int], list[Any]]:
         """Return a function that samples for the first row of the data, whose arguments must fit the pipeline."""

@@ -98,10 +98,8 @@ class ImageTask(Task[ImageStage]):
         reads_labels = any(stage.reads_labels for stage in stages)
         images = open_images(data, labeled=reads_labels)
         if self.test is not None:
-            test_images = open_images(self.test, split="test")
-            if reads_labels and test_images.class_names and images.class_names:
-                test_images = test_images.renumber_as(images.class_names, images.name)
-            self.test_images = test_images.renumber_for(config, "test")
+            order = images.class_names if reads_labels else None
+            self.test_images = open_images(self.test, split="test").renumber_for(config, "test", order or ())
         self.num_classes = config.num_labels if reads_labels else 1
         if reads_labels:
             return images.renumber_for(config)

@@ -1,7 +1,7 @@
 """The task of causal language models: text cut into sequences of full length, and next-token losses."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ IGNORED_LABEL = -100
 MIN_REST = 1e-8  # lower bound of the probability of all tokens outside of the top k, whose logarithm is taken
 
 Heads = tuple[OutputHead | None, OutputHead | None]
-Tensors = Sequence[torch.Tensor]
 
 
 class LanguageObjective(Objective):
@@ -29,8 +28,7 @@ class LanguageObjective(Objective):
     ) -> LossAndLogs:  # fmt: skip
         """Return the loss of a micro-batch of ids [B, L], and the values to log.
 
-        `labels` and their `weights` [B, L] are not shifted. `token_weight` multiplies the loss of a token of weight 1, and
-        `sequence_weight` that of a sequence.
+        `labels` and `weights` [B, L] are not shifted. The other weights are factors of a token's and of a sequence's loss.
         """
         if self.stage.loss == "transfer":
 
@@ -40,27 +38,21 @@ class LanguageObjective(Objective):
             run_teacher = lambda: self.teacher.base_model(input_ids=ids, use_cache=False)  # noqa: E731
             loss = sequence_weight * self.attention_transfer_loss(run_teacher, call_attention)
             return loss, {"loss": loss.detach()}
-        student_head, teacher_head = self._find_heads(ids)
-        teacher_values: Tensors = []
-        to_targets: Callable[..., Tensors] | None = None
+        heads = self._find_heads(ids)
+        teacher_hidden = None
         if self.stage.loss == "logits":
             with torch.no_grad():
-                teacher_values = [run_without_head(self.teacher, teacher_head, ids)[1].flatten(0, 1)]
-
-            def to_targets(x: torch.Tensor) -> Tensors:
-                logits = x if teacher_head is None else teacher_head(x)
-                return most_likely_tokens(logits, self.stage.top_k) if self.stage.top_k else [logits]
-
-        output, hidden = run_without_head(self.student, student_head, ids)
+                teacher_hidden = run_without_head(self.teacher, heads[1], ids)[1].flatten(0, 1)
+        output, hidden = run_without_head(self.student, heads[0], ids)
         labels, weights = (x.where(labels != IGNORED_LABEL, 0) for x in (labels, weights))
         targets, weights = (F.pad(x[:, 1:], (0, 1)).flatten() for x in (labels, weights))
         sums = next_token_loss(
-            hidden.flatten(0, 1), targets, weights, teacher_values, temperature=self.stage.temperature,
-            ce_weight=self.stage.ce_weight if teacher_values else 1.0, head=student_head, to_teacher_targets=to_targets,
+            hidden.flatten(0, 1), targets, weights, teacher_hidden, heads=heads, temperature=self.stage.temperature,
+            top_k=self.stage.top_k, ce_weight=1.0 if teacher_hidden is None else self.stage.ce_weight,
         )  # fmt: skip
         loss, kl, ce = sums * token_weight
         logs = {"ce": ce.detach()}
-        if teacher_values:
+        if teacher_hidden is not None:
             logs["kl"] = kl.detach()
         if getattr(output, "aux_loss", None) is not None:  # load-balancing loss of experts, a mean over the micro-batch
             loss = loss + self.student.config.router_aux_loss_coef * output.aux_loss * (len(ids) * sequence_weight)
@@ -70,66 +62,57 @@ class LanguageObjective(Objective):
         """Return the output heads of student and teacher, or (None, None) if one of them cannot be separated."""
         if self.heads is None:
             models = [self.student, self.teacher] if self.stage.loss == "logits" else [self.student]
-            results = [(type(model).__name__, find_head(model, ids)) for model in models]
-            heads = [head for _, head in results if isinstance(head, OutputHead)]
-            reasons = [f"{name}: {reason}" for name, reason in results if isinstance(reason, str)]
+            found: list[Any] = [find_head(model, ids) for model in models]
+            reasons = [reason for reason in found if isinstance(reason, str)]
             method = f"from the logits of whole batches. {'; '.join(reasons)}" if reasons else "in chunks of tokens"
             logger.info("stage %r: computes its loss %s", self.stage.name, method)
-            self.heads = (None, None) if reasons else (heads[0], heads[-1])
+            self.heads = (None, None) if reasons else (found[0], found[-1])
         return self.heads
 
 
-def most_likely_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` most likely tokens, int64 [..., count], and their log-probabilities, fp32 [..., count]."""
-    top = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
-    return top.indices, top.values
-
-
 def next_token_loss(
-    student: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, teacher: Tensors = (), *,
-    temperature: float = 1.0, ce_weight: float = 0.0, head: OutputHead | None = None,
-    to_teacher_targets: Callable[..., Tensors] | None = None,
+    student: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, teacher: torch.Tensor | None = None, *,
+    heads: Heads = (None, None), temperature: float = 1.0, top_k: int = 0, ce_weight: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """Return sums over N tokens, fp32 [3]: KL + ce_weight * CE (the only one with a gradient), KL, and CE.
 
     With the temperature T, KL is T^2 * KL(teacher / T || student / T). Each token counts by its weight, fp32 [N]. `student`
-    are the inputs of `head` [N, width] or, without a head, the logits. `teacher`, or what `to_teacher_targets` makes of it,
-    are logits, or the k most likely tokens [N, k] and their log-probabilities, where all others count as one token.
+    and `teacher` are the inputs of their `heads` [N, width] or, without heads, the logits.
     """
+    student_head, teacher_head = heads
 
     def chunk_loss(
         logits: torch.Tensor, chunk_targets: torch.Tensor, chunk_weights: torch.Tensor, *chunk_teacher: torch.Tensor
     ) -> torch.Tensor:
         with torch.no_grad():
-            teacher_targets = to_teacher_targets(*chunk_teacher) if to_teacher_targets else chunk_teacher
-        of_tokens = _kl_and_cross_entropy(logits, chunk_targets, teacher_targets, temperature)
+            teacher_logits = [x if teacher_head is None else teacher_head(x) for x in chunk_teacher]
+        of_tokens = _kl_and_cross_entropy(logits, chunk_targets, teacher_logits, temperature, top_k)
         kl, ce = ((x * chunk_weights).sum() for x in of_tokens)
         return torch.stack([kl + ce_weight * ce, kl, ce])
 
-    weight, bias = (None, None) if head is None else (head.layer.weight, head.layer.bias)
-    tensors = (targets, weights, *teacher)
-    return SumInChunks.apply(student, weight, bias, head, chunk_loss, tensors, torch.is_grad_enabled())
+    weight, bias = (None, None) if student_head is None else (student_head.layer.weight, student_head.layer.bias)
+    tensors = (targets, weights) if teacher is None else (targets, weights, teacher)
+    return SumInChunks.apply(student, weight, bias, student_head, chunk_loss, tensors)
 
 
 def _kl_and_cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, teacher: Tensors, temperature: float
+    logits: torch.Tensor, targets: torch.Tensor, teacher: Sequence[torch.Tensor], temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both of each token. With `top_k`, KL is over the teacher's most likely tokens, and all others as one."""
     log_q = logits.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="none")
-    if len(teacher) == 1:
-        if temperature != 1:
-            log_q = (logits.float() / temperature).log_softmax(-1)
-        log_p = (teacher[0].float() / temperature).log_softmax(-1)
-        kl = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
-    elif teacher:
-        tokens, log_p = teacher[0].long(), teacher[1].float()
+    if not teacher:
+        return torch.zeros_like(ce), ce
+    log_p = (teacher[0].float() / temperature).log_softmax(-1)
+    if top_k:
+        log_p, tokens = log_p.topk(min(top_k, log_p.shape[-1]))
         log_q = log_q.gather(-1, tokens)
         p, q = log_p.exp(), log_q.exp()
         rest_p, rest_q = ((1 - x.sum(-1)).clamp_min(MIN_REST) for x in (p, q))
-        kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
-    else:
-        kl = torch.zeros_like(log_q[:, 0])
-    return kl, ce
+        return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1) + rest_p * (rest_p.log() - rest_q.log()), ce
+    if temperature != 1:
+        log_q = (logits.float() / temperature).log_softmax(-1)
+    return temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1), ce
 
 
 class LanguageTask(Task[Stage]):
@@ -147,8 +130,7 @@ class LanguageTask(Task[Stage]):
         self.text_field = text_field
 
     def check(self, stages: Sequence[Stage]) -> None:
-        head = getattr(self.student, "get_output_embeddings", lambda: self)()
-        if head is None:
+        if getattr(self.student, "get_output_embeddings", lambda: self)() is None:
             raise TypeError(f"student: got {type(self.student).__name__}, expected {self.expected_model}.")
         super().check(stages)
 

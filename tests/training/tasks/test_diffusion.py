@@ -5,9 +5,8 @@ import copy
 import datasets
 import pytest
 import torch
-from accelerate import debug_launcher
 from diffusers import DiffusionPipeline, WanPipeline
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tools.small_models import refused
 from tools.tiny_pipelines import PIPELINES, generate, tiny_transformer
 
@@ -19,11 +18,6 @@ SIZES = {"wan": [9, 64, 80], "sana-video": [9, 64, 96], "sana": [32, 32], "dit":
 COMMON = {"batch_size": 2, "sampling_steps": 3}
 TRANSFER = DiffusionStage("transfer", "transfer", 2, 1e-2, trainable="mhla", **COMMON)
 MATCH = DiffusionStage("match", "prediction", 2, 1e-3, **COMMON)
-
-
-def lora_stages(steps, **values):
-    lora = DiffusionStage("lora", "prediction", steps, 1e-3, trainable="lora", lora_rank=2, **values)
-    return [DiffusionStage("transfer", "transfer", steps, 1e-2, trainable="mhla", **values), lora]
 
 
 def converted(family, layers=(1,), **settings):
@@ -49,8 +43,9 @@ def distill(out, stages=(TRANSFER, MATCH), data=None, student=None, teacher=None
 def test_without_data_from_pipeline_to_pipeline(lab, family, tmp_path):
     teacher, student = PIPELINES[family](), converted(family)
     before = copy.deepcopy(student.transformer.state_dict())
-    common = {"batch_size": 2, "sampling_steps": 2, "size": SIZES[family]}
-    stages = lora_stages(2, **common)
+    common = {"batch_size": 2, "grad_accum": 2, "sampling_steps": 2, "size": SIZES[family]}
+    lora = DiffusionStage("lora", "prediction", 2, 1e-3, trainable="lora", lora_rank=2, **common)
+    stages = [DiffusionStage("transfer", "transfer", 2, 1e-2, trainable="mhla", **common), lora]
     data = None if family == "dit" else ["a cat", "a dog walks"]
     options = {"out": tmp_path / "a", "data": data, "stages": stages, "progress": False}
     assert mhla_hf.distill(student, teacher, **options) is student
@@ -100,31 +95,15 @@ def test_texts_beside_latents(lab, tmp_path):
 
 def test_a_bare_transformer_and_a_pipeline_whose_transformer_was_converted_alone(tmp_path):
     student = converted("dit").transformer
-    assert distill(tmp_path / "a", [MATCH], student=student) is student
+    assert distill(tmp_path / "a", [TRANSFER], student=student, gradient_checkpointing=True) is student
     again = type(student).from_pretrained(tmp_path / "a")
     torch.testing.assert_close(again.state_dict(), student.state_dict(), rtol=0, atol=0)
+    assert not student.is_gradient_checkpointing
     pipe = PIPELINES["dit"]()
     mhla_hf.convert(pipe.transformer, layout=(2, 2))
     distill(tmp_path / "b", [TRANSFER], student=pipe)
     there = DiffusionPipeline.from_pretrained(tmp_path / "b", trust_remote_code=True)
     assert (generate(there) - generate(pipe)).abs().max() <= 1e-5
-
-
-def accumulated(out, parts, **options):
-    return distill(out, lora_stages(3, batch_size=4, grad_accum=parts, sampling_steps=2), **options)
-
-
-def test_parts_processes_and_gradient_checkpointing_change_nothing(lab, tmp_path):
-    accumulated(tmp_path / "one", 1)
-    saved = accumulated(tmp_path / "parts", 4, gradient_checkpointing=True).transformer
-    assert not saved.is_gradient_checkpointing
-    debug_launcher(accumulated, (tmp_path / "two", 2), num_processes=2)
-    found = []
-    for name in ("one", "parts", "two"):
-        weights = load_file(next((tmp_path / name / "transformer").glob("*.safetensors")))
-        found.append(([entry["loss"] for entry in lab.history(tmp_path / name)], weights))
-        assert found[0][0] == pytest.approx(found[-1][0], rel=1e-5)
-        torch.testing.assert_close(weights, found[0][1], rtol=1e-3, atol=1e-5)
 
 
 def wan_latents(*shape):
@@ -154,17 +133,14 @@ BAD = {
         "teacher: got a Sana.* of 4 channels, expected a Wan.* of 16 channels"),
     "converted teacher": ({**stage("transfer", trainable="mhla"), "teacher": lambda: converted("wan")},
         "teacher: got an MHLA layer for .*, expected the softmax original"),
-    "language recipe": ({"stages": None, "recipe": "r.yaml"}, "recipe: got one for language, expected one for diffusion"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_refused_and_nothing_written(tmp_path, monkeypatch, case):
+def test_refused_and_nothing_written(tmp_path, case):
     changes, words = BAD[case]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.yaml").write_text("stages: [{name: a, loss: lm, steps: 1, lr: 1}]\n")
     values = {"student": lambda: converted("wan"), "teacher": PIPELINES["wan"], "data": ["a cat"], **stage(), **changes}
     student, teacher = (make and make() for make in (values.pop("student"), values.pop("teacher")))
     with refused(match=words, kind=(ValueError, TypeError)):
         mhla_hf.distill(student, teacher, out=tmp_path / "out", progress=False, **values)
-    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+    assert not list(tmp_path.iterdir())
