@@ -78,13 +78,10 @@ class SalientCore(nn.Module):
 
     @torch.no_grad()
     def remember(self, q: Tensor, k: Tensor, v: Tensor, cache: Any) -> None:
-        """Put tokens that fit the window, and their votes, into an empty cache; q, k, and v are those of the MHLA heads."""
-        if k.shape[1] <= (self.options.window - 1) * self.options.block_size:
-            k = k.to(v.dtype)
-            cache.state = self.new_state(k, v)
-            cache.state.fill(k, v, self.options.sinks)
-        else:
-            self(q, k, v, cache=cache)
+        """Put tokens, and their votes, into an empty cache; q, k, and v are those of the MHLA heads."""
+        k = k.to(v.dtype)
+        cache.state = self.new_state(k, v)
+        continue_salient(q.to(v.dtype), k, v, cache.state, self.options, fresh=True, attends=False)
 
     def new_state(self, k: Tensor, v: Tensor) -> SalientState:
         """Create an empty state whose sizes, dtypes, and device are those of k and v, which have the MHLA heads only."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from ..nn.salient import SalientCore
-from .pages import DecodeBatch, PagedAttention, PageLayout, PagePool
+from .pages import DecodeBatch, PagedAttention, PageLayout, PagePool, warm_up
 
 OPERATOR = "mhla_attention"
 
@@ -54,17 +54,16 @@ class BatchPlan:
     """The plan of vLLM's current batch, which the first layer of a model makes for all."""
 
     metadata: Any = None  # the object by which vLLM describes the batch
-    decodes: list[DecodeBatch]  # the steps of requests with one new token, which come first
+    decodes: DecodeBatch | None  # the step of requests with one new token, which come first
     prefills: list[tuple[slice, int]]  # of each other request, its tokens and their first position
+    is_warm: bool = False  # whether steps are compiled already
 
-    def update(
-        self, metadata: Any, batch: LinearAttentionMetadata, attention: PagedAttention, pages_per_request: int
-    ) -> None:
+    def update(self, metadata: Any, batch: LinearAttentionMetadata, attention: PagedAttention) -> None:
         """Plan a batch, unless it is the current one."""
         if self.metadata is metadata:
             return
         self.metadata, self.prefills, count = metadata, [], batch.num_decodes
-        self.decodes = attention.plan(batch.seq_lens[:count].long() - 1, pages_per_request)
+        self.decodes = attention.plan(batch.seq_lens[:count].long() - 1) if count else None
         if batch.num_prefills:
             borders, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
             for row in range(count, count + batch.num_prefills):
@@ -81,6 +80,8 @@ class PagedMHLA(SalientCore):
     def install(self, name: str, heads_per_page: int, plan: BatchPlan, vllm_config: VllmConfig) -> None:
         """Declare the pages of the MHLA heads to vLLM, once `heads` and `options` are final."""
         self.name, self.plan = name, plan
+        compilation = vllm_config.compilation_config
+        self.is_compiled = compilation.mode != CompilationMode.NONE and compilation.backend == "inductor"
         layout = PageLayout.of(self.settings, heads_per_page, self.value_dim, vllm_config.model_config.dtype)
         num_heads = self.num_kv_heads if self.heads is None else self.heads.counts[False]
         self.page_names = [f"{name}.state_{index}" for index in range(num_heads // heads_per_page)]
@@ -105,23 +106,28 @@ class PagedMHLA(SalientCore):
             return self.attention
         self.memory = views[0]
         rows, self.first_page, self.page_step = page_rows(views)
-        self.attention = PagedAttention(PagePool(rows, pages[0].layout), self.options)
+        self.attention = PagedAttention(PagePool(rows, pages[0].layout), self.options, self.is_compiled)
         return self.attention
 
     def attend_batch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
         """Write the output of vLLM's current batch into `o` [T, H, V]. Requests with one new token come first."""
         context = get_forward_context()
         metadata: Any = context.attn_metadata
-        if metadata is None:  # vLLM measures memory
+        if metadata is None:  # vLLM measures memory, and compiles
             o.zero_()
+            if self.is_compiled and not self.plan.is_warm:
+                self.plan.is_warm = True
+                page = context.no_compile_layers[self.page_names[0]]
+                warm_up(page.layout, self.options, self.num_heads // self.num_kv_heads)
             return
         attention = self.attach([context.no_compile_layers[name] for name in self.page_names])
         blocks = torch.stack([metadata[name].state_indices_tensor for name in self.page_names], 1).long()
         pages, plan = self.first_page + blocks * self.page_step, self.plan
-        plan.update(metadata, metadata[self.page_names[0]], attention, pages.shape[1])
-        for batch in plan.decodes:
-            o[batch.rows] = attention.decode(q, k, v, pages, batch)
-        for row, (tokens, start) in enumerate(plan.prefills, len(pages) - len(plan.prefills)):
+        plan.update(metadata, metadata[self.page_names[0]], attention)
+        count = len(pages) - len(plan.prefills)
+        if plan.decodes is not None:
+            o[:count] = attention.decode(q[:count], k[:count], v[:count], pages[:count], plan.decodes)
+        for row, (tokens, start) in enumerate(plan.prefills, count):
             o[tokens] = attention.prefill(q[tokens], k[tokens], v[tokens], pages[row : row + 1], start)
 
 

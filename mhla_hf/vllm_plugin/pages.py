@@ -15,11 +15,19 @@ import torch
 from ..nn.settings import MHLASettings
 from ..ops.torch_layout import slot_positions
 from ..ops.windowed.options import WindowedOptions
-from ..ops.windowed.salient_decoding import EagerStep, SalientState, continue_salient, eager_step, plan_eager_step
+from ..ops.windowed.salient_decoding import (
+    EagerStep,
+    SalientState,
+    attend_slots,
+    choose_anew,
+    continue_salient,
+    count_step_votes,
+    plan_eager_step,
+)
 
 # What a page has of a state, in this order in memory: wide types come first, where they are aligned.
 PARTS = ("rank", "cast", "k", "v")
-CHUNK_BYTES = 4 * 2**20  # of the states that a step copies at a time: more would leave the processor's cache
+CHUNK_BYTES = 4 * 2**20  # of the pages that a step copies at a time: more would leave the processor's cache
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,43 @@ class PagePool:
             held[pages, :, slot[:, None]] = new.unflatten(1, heads).to(held.dtype)
 
 
-class DecodeBatch(NamedTuple):
-    """One new token for each of N requests, those of `rows` in vLLM's batch, as all layers of a model see it."""
+def attend_pages(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `attend_slots` over n of the pages that k and v [rows, U, S, D] are: q [n, U * H / G * D], pages int64 [n]."""
+    return attend_slots(q.unflatten(1, (k.shape[1], -1, k.shape[3])), k[pages], v[pages], mask, scale)
 
-    rows: slice
+
+def attend_copied_pages(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `attend_pages` without a compiler, which would copy nothing."""
+    size = max(1, CHUNK_BYTES // (k[0].nbytes + v[0].nbytes))
+    parts = [
+        attend_pages(q[first : first + size], k, v, pages[first : first + size], mask[first : first + size], scale)
+        for first in range(0, len(q), size)
+    ]
+    return parts[0] if len(parts) == 1 else (torch.cat([o for o, _ in parts]), torch.cat([x for _, x in parts]))
+
+
+compiled_attend_pages = torch.compile(attend_pages, dynamic=True)
+WARM_UP_PAGES = (1, 11)  # of one page, and of any number of them, which is no size of a model
+
+
+def warm_up(layout: "PageLayout", options: WindowedOptions, queries_per_kv: int) -> None:
+    """Compile `attend_pages` for pages of a layout."""
+    num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in layout.parts.values())
+    pool = PagePool(torch.zeros(2 * WARM_UP_PAGES[-1], 2 * num_bytes, dtype=torch.int8), layout)
+    heads, _, width = layout.parts["k"][0]
+    for count in WARM_UP_PAGES:
+        q = pool.parts["k"].new_zeros(count, heads * queries_per_kv, width)
+        mask = torch.zeros(count, 1, 1, pool.parts["k"].shape[2])
+        PagedAttention(pool, options, is_compiled=True).attend(q, torch.arange(count)[:, None], mask)
+
+
+class DecodeBatch(NamedTuple):
+    """One new token for each of the first N requests of vLLM's batch, as all layers of a model see it."""
+
     position: torch.Tensor  # int64 [N], of the token
     step: EagerStep
     first: Sequence[int]  # indices of requests that have no earlier token
@@ -103,38 +144,41 @@ class PagedAttention:
 
     pool: PagePool
     options: WindowedOptions
+    is_compiled: bool = False  # whether steps of one token are
 
-    def plan(self, position: torch.Tensor, pages_per_request: int) -> list[DecodeBatch]:
-        """Plan a step of one token per request, at int64 positions, which all layers share."""
-        page_bytes = sum(part[0].nbytes for part in self.pool.parts.values())
-        size = max(1, CHUNK_BYTES // (page_bytes * pages_per_request))
-        batches = []
-        for first in range(0, len(position), size):
-            rows = slice(first, min(first + size, len(position)))
-            step = plan_eager_step(position[rows], self.pool.layout.num_slots, self.options)
-            new = [row for row, token in enumerate(position[rows].tolist()) if token <= 0]
-            batches.append(DecodeBatch(rows, position[rows], step, new))
-        return batches
+    def plan(self, position: torch.Tensor) -> DecodeBatch:
+        """Plan a step of one token per request, at int64 positions [N], which all layers share."""
+        first = [row for row, token in enumerate(position.tolist()) if token <= 0]
+        return DecodeBatch(position, plan_eager_step(position, self.pool.layout.num_slots, self.options), first)
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, batch: DecodeBatch
     ) -> torch.Tensor:
-        """Attend by one token of each request of a batch, and update their pages.
+        """Attend by one token of each of N requests, and update their pages, int64 [N, P].
 
-        q, k, v, and pages have all requests of vLLM's batch, [requests, H or G, D] and [requests, P]; returns o [N, H, V].
+        q is [N, H, D], k and v are [N, G, D]; returns o [N, H, V].
         """
-        pool, step = self.pool, batch.step
-        q, k, v, pages = (x[batch.rows] for x in (q, k, v, pages))
+        pool, step, count = self.pool, batch.step, len(q)
         if batch.first:
             pool.clear(pages[batch.first])
-        state = self.read_state(pages, batch.position)
-        o = eager_step(q[:, None], k[:, None], v[:, None], state, self.options, step)
         pool.write_token(pages, step.slot, k, v)
-        if step.voters is not None:
-            pool.put(pages[step.voters], cast=state.cast[step.voters])
         if step.opening is not None:
-            pool.put(pages[step.opening], **{name: getattr(state, name)[step.opening] for name in pool.parts})
-        return o[:, 0]
+            chosen = self.read_state(pages[step.opening], batch.position[step.opening])
+            choose_anew(chosen, torch.arange(len(step.opening), device=pages.device), self.options)
+            pool.put(pages[step.opening], **{name: getattr(chosen, name) for name in pool.parts})
+        o, score = self.attend(q, pages, step.mask)
+        if step.voters is not None:
+            voting = score.view(count, k.shape[1], -1, score.shape[-1])[step.voters]
+            (cast,) = pool.take(pages[step.voters], "cast")
+            pool.put(pages[step.voters], cast=cast + count_step_votes(voting, step, pool.layout.num_slots))
+        return o.view(count, q.shape[1], -1)
+
+    def attend(self, q: torch.Tensor, pages: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend by q [N, H, D] to pages int64 [N, P] under a mask [N, 1, 1, S]; see `attend_pages`, with n = N * P."""
+        call = compiled_attend_pages if self.is_compiled else attend_copied_pages
+        queries = q.reshape(pages.numel(), -1)
+        mask = mask if pages.shape[1] == 1 else mask.repeat_interleave(pages.shape[1], 0)
+        return call(queries, self.pool.parts["k"], self.pool.parts["v"], pages.flatten(), mask, self.options.scale)
 
     def read_state(self, pages: torch.Tensor, position: torch.Tensor) -> SalientState:
         """Copy the pages [N, P] of N requests, which have `position` tokens [N] each, into a state."""

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from mhla_hf.nn.salient import SalientCore
 from mhla_hf.nn.settings import MHLASettings
@@ -52,13 +53,9 @@ class Requests:
     def decode(self, rows):
         position = torch.tensor([len(self.held[row][1]) for row in rows])
         held = torch.tensor([self.held[row][0] for row in rows])
-        for batch in self.attention.plan(position, held.shape[1]):
-            more = (
-                torch.cat([x, torch.full_like(x[:9], torch.nan)]) for x in self.inputs(rows, position)
-            )  # of prompts
-            o = self.attention.decode(*more, held, batch)
-            for row, output in zip(rows[batch.rows], o, strict=True):
-                self.held[row][1].append(output)
+        o = self.attention.decode(*self.inputs(rows, position), held, self.attention.plan(position))
+        for row, output in zip(rows, o, strict=True):
+            self.held[row][1].append(output)
 
 
 def play(requests, source):
@@ -90,3 +87,18 @@ def test_requests_in_reused_pages_are_as_alone(kind, heads_per_page, monkeypatch
     monkeypatch.setattr(pages, "CHUNK_BYTES", 20_000)  # of three requests or fewer
     errors = play(Requests(KINDS[kind], heads_per_page), random.Random(1))
     assert len(errors) > 200 and errors.max() < 1e-9
+
+
+@torch.inference_mode()  # as an engine runs
+@pytest.mark.parametrize("heads_per_page", [1, 2])
+def test_a_compiled_step_is_as_any_other_and_has_two_graphs(heads_per_page, monkeypatch):
+    counter = CompileCounter()
+    monkeypatch.setattr(
+        pages, "compiled_attend_pages", torch.compile(pages.attend_pages, dynamic=True, backend=counter)
+    )
+    requests = Requests(KINDS["salient"], heads_per_page)
+    pages.warm_up(requests.attention.pool.layout, requests.attention.options, HEADS // KV_HEADS)
+    assert counter.frame_count == 2
+    requests.attention.is_compiled = True
+    assert play(requests, random.Random(1)).max() < 1e-9
+    assert counter.frame_count == 2

@@ -164,7 +164,7 @@ def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, optio
         return False
     if cache is not None and cache.state is not None:
         return False
-    return num_tokens <= core.options.window * core.options.block_size
+    return num_tokens <= core.options.tokens_before_drop
 
 
 def find_causal_attentions(model: nn.Module) -> dict[int, Any]:

@@ -12,3 +12,8 @@ class WindowedOptions:
     sinks: int = 4  # number of tokens at the start of a sequence that are always visible; 0 both ways
     scale: float = 1.0  # multiplier of q k^T
     salient: int = 0  # tokens per KV head that stay visible after they have left the window; 0 both ways
+
+    @property
+    def tokens_before_drop(self) -> int:
+        """The largest T so that T tokens without padding see all earlier ones; a multiple of the block size."""
+        return (self.window + (self.salient + self.sinks) // self.block_size) * self.block_size

@@ -155,7 +155,9 @@ def salient_attention(
     sinks = (torch.arange(len(block), device=q.device) - block)[:, None] * size
     sinks = sinks + torch.arange(options.sinks, device=q.device)  # [M, S]
     keys = list_keys(k, v, place, valid, sinks[None], block[None], options, is_full)
-    o, _ = attend_to_lists(q, valid.expand(len(q), -1), keys, options)
+    with torch.no_grad():
+        chosen = choose_salient(q, valid.expand(len(q), -1), keys, options)
+    o = attend_to_lists(q, keys, chosen, options)
     return aligned.tokens.take_back(resize_tokens(o, num_tokens))
 
 
@@ -184,34 +186,37 @@ def list_keys(
     return KeyLists(k.transpose(1, 2), v.transpose(1, 2), block, near, is_near, is_full)
 
 
-def attend_to_lists(
+def choose_salient(
     q: Tensor, is_voter: Tensor, keys: KeyLists, options: WindowedOptions, start: SalientStart | None = None
-) -> tuple[Tensor, SalientTokens]:
-    """Compute the outputs [B, M * C, H, V] of queries q [B, M * C, H, D], and choose the salient tokens of every block.
+) -> SalientTokens:
+    """Have queries q [B, M * C, H, D] vote, and choose the salient tokens of every block.
 
     Queries where `is_voter`, bool [B, M * C], is False do not vote. `start` has the votes and ranks of a state.
     """
+    size, num_blocks, num_kv_heads = options.block_size, keys.block.shape[1], keys.k.shape[1]
+    flat_k, first = keys.k.flatten(0, 2), min(options.window - 1, num_blocks) if keys.is_full else 0
+    votes = torch.zeros(len(q), num_kv_heads, num_blocks, size, dtype=torch.int32, device=q.device)
+    for begin, end in in_pieces(first, num_blocks) if options.salient else ():
+        queries = by_block(q[:, begin * size : end * size], num_kv_heads, size)
+        votes[:, :, begin:end] = cast_votes(queries, is_voter, flat_k, keys, options, begin, end)
+    return choose_by_votes(votes, keys, options, start)
+
+
+def attend_to_lists(q: Tensor, keys: KeyLists, chosen: SalientTokens, options: WindowedOptions) -> Tensor:
+    """Compute the outputs [B, M * C, H, V] of queries q [B, M * C, H, D]."""
     size, window, num_blocks, num_kv_heads = options.block_size, options.window, keys.block.shape[1], keys.k.shape[1]
-    first = min(window - 1, num_blocks) if keys.is_full else 0  # before that, all tokens are in the window
-    # From this block on, a run without padding has N salient tokens for every block, so one mask serves all.
+    # In a run without padding, no token is dropped before block `first`, and each block from `full` on has N salient tokens.
+    first = min(options.tokens_before_drop // size, num_blocks) if keys.is_full else 0
     full = min(window + -(-(options.salient + options.sinks) // size), num_blocks) if keys.is_full else num_blocks
-    borders = [*range(first, full, PIECE_BLOCKS), *range(full, num_blocks, PIECE_BLOCKS), num_blocks]
-    pieces = list(itertools.pairwise(borders))
-    blocks = [by_block(q[:, begin * size : end * size], num_kv_heads, size) for begin, end in pieces]
     flat_k, flat_v = (x.flatten(0, 2) for x in (keys.k, keys.v))
-    with torch.no_grad():
-        votes = torch.zeros(len(q), num_kv_heads, num_blocks, size, dtype=torch.int32, device=q.device)
-        if options.salient:
-            for queries, (begin, end) in zip(blocks, pieces, strict=True):
-                votes[:, :, begin:end] = cast_votes(queries, is_voter, flat_k, keys, options, begin, end)
-        chosen = choose_salient(votes, keys, options, start)
     outputs = []
     if first:
         first_k, first_v = (x[:, :, : first * size].transpose(1, 2) for x in (keys.k, keys.v))
         outputs.append(causal_softmax(q[:, : first * size], first_k, first_v, options.scale))
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     causal = F.pad(causal, (options.sinks + (window - 1) * size, 0), value=True).repeat(q.shape[2] // num_kv_heads, 1)
-    for queries, (begin, end) in zip(blocks, pieces, strict=True):
+    for begin, end in (*in_pieces(first, full), *in_pieces(full, num_blocks)):
+        queries = by_block(q[:, begin * size : end * size], num_kv_heads, size)
         kept = chosen.place[:, :, begin:end]
         near = keys.near[:, None, begin:end].expand(len(q), num_kv_heads, -1, -1)
         rows = keys.rows(torch.cat([near, kept.clamp(min=0)], 3), num_kv_heads)
@@ -225,7 +230,12 @@ def attend_to_lists(
             mask = make_mask(torch.cat([is_near, is_kept], 4).flatten(0, 1), q.dtype)
         o = ListedSoftmax.apply(queries, flat_k, flat_v, rows, mask, options.scale)
         outputs.append(by_token(o, len(q), size))
-    return torch.cat(outputs, 1), chosen
+    return torch.cat(outputs, 1)
+
+
+def in_pieces(begin: int, end: int) -> list[tuple[int, int]]:
+    """Cut a range of blocks into pieces of at most `PIECE_BLOCKS`."""
+    return list(itertools.pairwise([*range(begin, end, PIECE_BLOCKS), end]))
 
 
 def cast_votes(
@@ -255,7 +265,7 @@ def cast_votes(
     return votes.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-def choose_salient(
+def choose_by_votes(
     votes: Tensor, keys: KeyLists, options: WindowedOptions, start: SalientStart | None
 ) -> SalientTokens:
     """Choose the salient tokens of M blocks from their votes int32 [B, G, M, C] (see `SalientTokens`)."""

@@ -22,6 +22,7 @@ from .salient import (
     SalientStart,
     SalientTokens,
     attend_to_lists,
+    choose_salient,
     count_votes,
     list_keys,
     position_of,
@@ -169,7 +170,7 @@ class SalientState(RowState):
 
 def continue_salient(
     q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, *, starts: Tensor | None = None,
-    fresh: bool = False, plan: "SalientStep | EagerStep | None" = None,
+    fresh: bool = False, attends: bool = True, plan: "SalientStep | EagerStep | None" = None,
 ) -> Tensor:  # fmt: skip
     """Compute `salient_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
@@ -180,6 +181,7 @@ def continue_salient(
         state: The state; changed in place.
         starts: int64 [B], index of the first real token among the new ones of each row.
         fresh: Whether the state is empty, so that it need not be read.
+        attends: Whether to compute outputs; if not, only the state is updated, and the result is empty.
         plan: The plan of the step of a single token, if another layer has made it already.
 
     Returns:
@@ -191,11 +193,12 @@ def continue_salient(
             return eager_step(q, k, v, state, options, plan)
         return salient_step(q, k, v, state, options, plan)
     batch, num_tokens, size, window = *q.shape[:2], options.block_size, options.window
-    is_full = fresh and starts is None and not torch.compiler.is_compiling()
+    is_full, o = fresh and starts is None and not torch.compiler.is_compiling(), v.new_empty(0)
+    if is_full and num_tokens <= options.tokens_before_drop:
+        o, attends = causal_softmax(q, k, v, options.scale) if attends else o, False
     if is_full and num_tokens <= (window - 1) * size:  # no token has voted or left
-        with torch.no_grad():
-            state.fill(k, v, options.sinks)
-        return causal_softmax(q, k, v, options.scale)
+        state.fill(k, v, options.sinks)
+        return o
     num_slots, before = state.valid.shape[1], state.position.clone()
     padding = torch.zeros_like(before) if starts is None else starts.to(q.device)
     is_key = torch.arange(num_tokens, device=q.device) >= padding[:, None]
@@ -223,17 +226,27 @@ def continue_salient(
         q = MoveTokens.apply(q, source, inverse)
         position = first + torch.arange(num_blocks * size, device=q.device)
         is_voter = is_voter & (position >= state.furthest[:, None])
-    o, chosen = attend_to_lists(q, is_voter, keys, options, None if fresh else state.start(options))
     with torch.no_grad():
-        write_salient(state, chosen, keys, valid, places, before + num_tokens - padding, options)
-    return resize_tokens(o, num_tokens) if is_full else MoveTokens.apply(o, inverse, source)
+        chosen = choose_salient(q, is_voter, keys, options, None if fresh else state.start(options))
+    if attends:
+        o = attend_to_lists(q, keys, chosen, options)
+        o = resize_tokens(o, num_tokens) if is_full else MoveTokens.apply(o, inverse, source)
+    with torch.no_grad():
+        write_salient(state, chosen, keys, before + num_tokens - padding, options)
+        if is_full:
+            state.fill(k, v, options.sinks)
+        else:
+            for held, x in ((state.k, keys.k), (state.v, keys.v)):
+                places.write(held[:, :, :num_slots].transpose(1, 2), x.transpose(1, 2))
+            places.write(state.valid, valid)
+            state.position.add_(num_tokens - padding)
+    return o
 
 
 def write_salient(
-    state: SalientState, chosen: SalientTokens, keys: KeyLists, valid: Tensor, places: TokenPlaces, end: Tensor,
-    options: WindowedOptions,
-) -> None:  # fmt: skip
-    """Write a run, whose keys are `valid` bool [B, P], into a state, which then has seen `end` int64 [B] tokens."""
+    state: SalientState, chosen: SalientTokens, keys: KeyLists, end: Tensor, options: WindowedOptions
+) -> None:
+    """Write the salient tokens and the votes of a run, which ends at int64 [B], into a state from before the run."""
     num_slots, rows, heads = state.valid.shape[1], *(torch.arange(n, device=end.device) for n in state.rank.shape[:2])
     done = torch.maximum(state.position, state.furthest)
     # Index in the run of the last block. Rows that only repeat positions from before a crop keep their choice.
@@ -241,15 +254,12 @@ def write_salient(
     last, grows = last.clamp(max=keys.block.shape[1] - 1), (end > done)[:, None, None]
     kept = chosen.place[rows, :, last].clamp(min=0)
     for held, x in ((state.k, keys.k), (state.v, keys.v)):
-        places.write(held[:, :, :num_slots].transpose(1, 2), x.transpose(1, 2))
         salient = held[:, :, num_slots:]
         new = x[rows[:, None, None], heads[:, None], kept].to(held.dtype)
         salient.copy_(torch.where(grows[..., None], new, salient))
-    places.write(state.valid, valid)
     state.rank.copy_(torch.where(grows, chosen.rank[rows, :, last], state.rank))
     state.cast.copy_(torch.where(grows, chosen.votes[rows, :, last], state.cast))
     state.final.masked_fill_(grows, -1)
-    state.position.copy_(end)
 
 
 @torch.no_grad()
@@ -267,13 +277,9 @@ def salient_step(
     state.valid.copy_(plan.valid)
     near = plan.near[:, None].expand(-1, num_kv_heads, -1)
     seen = keep_best(state, near, options, plan) if options.salient else near
-    seen = seen[:, :, None]
-
-    dtype = torch.promote_types(state.k.dtype, torch.float32)
-    queries = q[:, 0].unflatten(1, (num_kv_heads, -1)).to(dtype)
-    score = (queries @ state.k.to(dtype).mT) * options.scale  # [B, G, H / G, S + N]
-    weight = score.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)  # nan where nothing is seen
-    o = weight.to(state.v.dtype) @ state.v
+    mask = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, float("-inf"))[:, :, None]
+    queries = q[:, 0].unflatten(1, (num_kv_heads, -1))
+    o, score = attend_slots(queries, state.k, state.v, mask, options.scale)  # nan where nothing is seen
 
     if options.salient:
         lse = score[..., :num_slots].masked_fill(~plan.near[:, None, None], float("-inf")).logsumexp(-1)
@@ -362,23 +368,39 @@ def eager_step(
     q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, plan: EagerStep
 ) -> Tensor:
     """Compute `continue_salient` for one token of every row, of a state in which all tokens that left were compared."""
-    num_slots, rows = state.valid.shape[1], torch.arange(len(q), device=q.device)
+    rows = torch.arange(len(q), device=q.device)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         held[rows, :, plan.slot] = new.to(held.dtype)
     state.valid[rows, plan.slot] = True
     if plan.opening is not None:
         choose_anew(state, plan.opening, options)
-    dtype = torch.promote_types(state.k.dtype, torch.float32)
-    score = (q[:, 0].unflatten(1, (k.shape[2], -1)).to(dtype) @ state.k.to(dtype).mT).mul_(options.scale)
-    score.add_(plan.mask)
-    o = score.softmax(-1).to(state.v.dtype) @ state.v
+    o, score = attend_slots(q[:, 0].unflatten(1, (k.shape[2], -1)), state.k, state.v, plan.mask, options.scale)
     if plan.voters is not None:
-        assert plan.voted_slot is not None and plan.is_vote is not None  # as there are voters
-        near = score[plan.voters, ..., :num_slots]
-        voted = near.gather(3, plan.voted_slot[:, None, None].expand(-1, *score.shape[1:3], -1))
-        state.cast[plan.voters] += count_votes(voted[..., None, :], near.logsumexp(-1)[..., None], plan.is_vote)
+        state.cast[plan.voters] += count_step_votes(score[plan.voters], plan, state.valid.shape[1])
     state.position.add_(1)
     return o.flatten(1, 2)[:, None].to(v.dtype)
+
+
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend by one token of N rows, q [N, G, H / G, D], to k [N, G, S, D] and v [N, G, S, V], with a mask to add.
+
+    Returns o [N, G, H / G, V] in v's dtype, and the scores [N, G, H / G, S] in at least fp32.
+    """
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    q, k = q.to(dtype), k.to(dtype)
+    if torch.compiler.is_compiling():  # of sums instead of products, the compiler makes loops that copy nothing
+        score = (q[..., None, :] * k[:, :, None]).sum(-1) * scale + mask
+        return (score.softmax(-1)[..., None] * v.to(dtype)[:, :, None]).sum(3).to(v.dtype), score
+    score = (q @ k.mT).mul_(scale).add_(mask)
+    return score.softmax(-1).to(v.dtype) @ v, score
+
+
+def count_step_votes(score: Tensor, plan: EagerStep, num_slots: int) -> Tensor:
+    """Count the votes int32 [n, G, C] of the voters of a step, from their scores [n, G, H / G, S + N]."""
+    assert plan.voted_slot is not None and plan.is_vote is not None  # as there are voters
+    near = score[..., :num_slots]
+    voted = near.gather(3, plan.voted_slot[:, None, None].expand(-1, *score.shape[1:3], -1))
+    return count_votes(voted[..., None, :], near.logsumexp(-1)[..., None], plan.is_vote)
 
 
 def choose_anew(state: SalientState, rows: Tensor, options: WindowedOptions) -> None:
