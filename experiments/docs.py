@@ -37,7 +37,7 @@ from .heads import BYTES_AT, render_heads
 from .judge import render_lookups, render_tasks
 from .recipe_costs import format_costs, render_classifiers
 from .rows import describe_setup, make_parser, markdown
-from .speed import draw_speed, passes_table, render_speed, speed_table
+from .speed import draw_speed, fastest_steps, passes_table, render_speed, speed_table
 from .vllm_serving import render_vllm
 
 ROOT = Path(__file__).parents[1]
@@ -150,12 +150,11 @@ def render_cache(_: Any = None) -> str:
 
 def draw_gains(path: Path) -> None:
     """Draw the first picture of the README from the records of speed and quality, up to the positions of SmolLM2."""
-    speed_rows = json.loads((ROOT / "docs/bench/speed.json").read_text(encoding="utf-8"))["rows"]
+    steps = fastest_steps(json.loads((ROOT / "docs/bench/speed.json").read_text(encoding="utf-8")))
     rows = json.loads((ROOT / "docs/language/heads.json").read_text(encoding="utf-8"))["rows"]
     heads = rows[0]
     cache = {length: (heads["whole_bytes"][str(length)], heads["bytes"][str(length)]) for length in BYTES_AT}
-    single_rows = [row for row in speed_rows if row["batch"] == 1 and row["length"] <= BYTES_AT[-1]]
-    time = {row["length"]: (row["softmax"]["next token"], row["MHLA"]["next token"]) for row in single_rows}
+    time = {length: (costs["softmax"], costs["MHLA"]) for length, costs in steps.items() if length <= BYTES_AT[-1]}
     quality: dict[str, dict[str, float]] = {}
     drawn = {  # label -> form and KV heads
         "MHLA": ("salient 128", 15),

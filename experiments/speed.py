@@ -1,9 +1,9 @@
 """Measure what a converted language model costs beside its original, by length: python -m experiments.speed
 
-The models are a Llama with the sizes of SmolLM2-135M and its conversion, with random weights in bf16, and with softmax in
-the KV heads that docs/language/heads.json lists. Measured are prompts, training steps, and decoding by a compiled model with
-a static cache. Beyond `PREFILLED` tokens, the cache is filled with random keys and values, which take as long to read as
-real ones.
+The models are a Llama with the sizes of SmolLM2-135M and its conversions with and without salient tokens, with random
+weights in bf16, and with softmax in the KV heads that docs/language/heads.json lists. Measured are prompts, training steps,
+and decoding with a static cache by the compiled model and, at the first batch size, without compilation. Beyond `PREFILLED`
+tokens, the cache is filled with random keys and values, which take as long to read as real ones.
 """
 
 import argparse
@@ -36,6 +36,8 @@ PREFILL, TRAINING = (256, 512, 1024, 2048, 4096, 8192), (512, 2048)
 MAX_TOKENS = 100_000  # in the caches of a batch; beyond, softmax takes many minutes
 STEPS = 8  # tokens decoded per round
 ROUNDS = 4  # the fastest counts
+WINDOW = "window alone"  # a conversion without salient tokens
+MODELS = ("softmax", WINDOW, "MHLA")
 PREFILLED = 512  # tokens in a cache that a model has read; the others are random
 SMOLLM2 = {  # HuggingFaceTB/SmolLM2-135M
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -44,10 +46,11 @@ SMOLLM2 = {  # HuggingFaceTB/SmolLM2-135M
 
 
 def make_models(sizes: Mapping[str, Any], max_length: int, **settings: Any) -> dict[str, Any]:
-    """Make a Llama ("softmax") and its conversion ("MHLA"), with random weights in fp32 and twice as many positions."""
+    """Make a Llama and its conversions, by `MODELS`, with random weights in fp32 and positions for twice `max_length`."""
     torch.manual_seed(0)
     softmax = LlamaForCausalLM(LlamaConfig(**{**sizes, "max_position_embeddings": 2 * max_length})).eval()
-    return {"softmax": softmax, "MHLA": convert(copy.deepcopy(softmax), layers="all", **settings).eval()}
+    models = {"softmax": softmax, "MHLA": convert(copy.deepcopy(softmax), layers="all", **settings).eval()}
+    return models | {WINDOW: convert(copy.deepcopy(softmax), layers="all", **{**settings, "salient": 0}).eval()}
 
 
 def measure_passes(models: Mapping[str, Any], length: int, trains: bool = False) -> dict[str, float]:
@@ -141,28 +144,33 @@ def measure_decoding(
     return costs
 
 
+def milliseconds(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
 def speed_table(rows: Sequence[Row]) -> str:
     """Render the costs of decoding, a line for each length and batch size; a line of a failed row has the reason."""
-    names = ["MHLA: next token, ms", "softmax: next token, ms", "times faster", "bytes read: times fewer"]
+    names = [name for name in MODELS if any(name in row for row in rows)]
     lines = []
     for row in rows:
         cells = [row.get("failed", "")]
         if "failed" not in row:
-            mhla, softmax = row["MHLA"], row["softmax"]
-            milliseconds = [costs["next token"] for costs in (mhla, softmax)]
-            cells = [f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}" for ms in milliseconds]
-            cells += [f"{softmax[measure] / mhla[measure]:.2f}" for measure in ("next token", "bytes")]
+            cells = [milliseconds(row[name]["next token"]) for name in names]
+            ratios = (row["softmax"][measure] / row["MHLA"][measure] for measure in ("next token", "bytes"))
+            cells += [f"{ratio:.2f}" for ratio in ratios]
         lines.append([f"{row['length']:,}", str(row["batch"]), *cells])
-    return markdown(["tokens", "batch", *names], lines, left=0)
+    header = [*(f"{name}: next token, ms" for name in names), "MHLA: times faster", "bytes read: times fewer"]
+    return markdown(["tokens", "batch", *header], lines, left=0)
 
 
 def passes_table(rows: Sequence[Row], what: str) -> str:
     """Render `measure_passes` by length, with the share of multiplications if the rows have it."""
-    header = ["tokens", f"MHLA: {what}, ms", f"softmax: {what}, ms", "times faster"]
+    names = [name for name in MODELS if any(name in row for row in rows)]
+    header = ["tokens", *(f"{name}: {what}, ms" for name in names), "MHLA: times faster"]
     counted = all("products" in row for row in rows)
     lines = []
     for row in rows:
-        line = [f"{row[key]:,.0f}" for key in ("length", "MHLA", "softmax")] + [f"{row['softmax'] / row['MHLA']:.2f}"]
+        line = [f"{row[key]:,.0f}" for key in ("length", *names)] + [f"{row['softmax'] / row['MHLA']:.2f}"]
         if counted:
             line.append(f"{row['products']['softmax'] / row['products']['MHLA']:.2f}")
         lines.append(line)
@@ -170,20 +178,24 @@ def passes_table(rows: Sequence[Row], what: str) -> str:
 
 
 def render_speed(record: Mapping[str, Any]) -> str:
-    parts = [passes_table(record["prefill"], "prompt"), speed_table(record["rows"])]
+    eager = [{**row, "batch": f"{row['batch']}, not compiled"} for row in record["eager"]]
+    parts = [passes_table(record["prefill"], "prompt"), speed_table(record["rows"] + eager)]
     return "\n\n".join([*parts, passes_table(record["training"], "training step"), describe_setup(record)])
 
 
-def draw_speed(record: Mapping[str, Any], path: PathLike) -> None:
-    """Draw how many times faster than softmax the conversion is, by length, in all that was measured."""
-    decoding = {
-        f"next token, batch {batch}": [
-            (row["length"], row["softmax"]["next token"] / row["MHLA"]["next token"])
-            for row in record["rows"]
-            if row["batch"] == batch
-        ]
-        for batch in dict.fromkeys(row["batch"] for row in record["rows"])
+def fastest_steps(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Return the milliseconds of a step of one row by length and model, compiled or not, whichever is faster."""
+    rows = [row for row in (*record["rows"], *record["eager"]) if row["batch"] == 1]
+    return {
+        length: {name: min(row[name]["next token"] for row in rows if row["length"] == length) for name in MODELS}
+        for length in dict.fromkeys(row["length"] for row in rows)
     }
+
+
+def draw_speed(record: Mapping[str, Any], path: PathLike) -> None:
+    """Draw how many times faster than softmax the conversion is, by length: prompts, training steps, and the next token."""
+    steps = fastest_steps(record)
+    decoding = {"next token": [(length, costs["softmax"] / costs["MHLA"]) for length, costs in steps.items()]}
     passes = {
         label: [(row["length"], row["softmax"] / row["MHLA"]) for row in record[key]]
         for key, label in (("prefill", "prompt"), ("training", "training step"))
@@ -203,11 +215,11 @@ def draw_speed(record: Mapping[str, Any], path: PathLike) -> None:
 
 
 def run(args: argparse.Namespace, command: str, sizes: Mapping[str, Any] = SMOLLM2, **settings: Any) -> dict[str, Any]:
-    """Measure decoding and prefill in bf16, and write the record after each batch size and length."""
+    """Measure prompts, training steps, and decoding in bf16, and write the record after each row of decoding."""
     torch.set_num_threads(args.threads)
     models = make_models(sizes, max(args.lengths), **settings)
     models = {name: model.bfloat16() for name, model in models.items()}
-    record = {**describe_run(command, "cpu"), "dtype": "bf16", "rows": [], "prefill": [], "training": []}
+    record = {**describe_run(command, "cpu"), "dtype": "bf16", "prefill": [], "training": [], "rows": [], "eager": []}
     for length in args.prefill:
         products = count_products(models, length)
         record["prefill"].append({"length": length, **measure_passes(models, length), "products": products})
@@ -217,11 +229,14 @@ def run(args: argparse.Namespace, command: str, sizes: Mapping[str, Any] = SMOLL
         print(record["training"][-1], flush=True)
     for model in models.values():
         model.requires_grad_(False).zero_grad()
-    for batch, length in itertools.product(args.batches, args.lengths):
+    cases = [(batch, length, True) for batch, length in itertools.product(args.batches, args.lengths)]
+    for batch, length, is_compiled in cases + [(args.batches[0], length, False) for length in args.lengths]:
         if batch * length > MAX_TOKENS:
             continue
-        record["rows"].append({"length": length, "batch": batch, **measure_decoding(models, length, batch)})
-        print(record["rows"][-1], flush=True)
+        costs = measure_decoding(models, length, batch, is_compiled=is_compiled)
+        rows = record["rows" if is_compiled else "eager"]
+        rows.append({"length": length, "batch": batch, **costs})
+        print(rows[-1], flush=True)
         write_json(args.out, record)
     return record
 

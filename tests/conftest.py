@@ -42,12 +42,9 @@ def _frozen_libraries():
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _alone():
+    """Each test has the same seed, and no accelerator of the one before."""
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_for_the_next_test():
     yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
@@ -61,11 +58,8 @@ def languages_of(function):
 
 @pytest.fixture(scope="session", autouse=True)
 def patched_once():
-    """Make Triton's interpreter faster.
-
-    It patches Triton's language at every launch, and again in every call from a kernel, which takes a third of its
-    time. Here, a patched language is not patched again. Dtypes of numpy are cached. Integers are not checked for
-    overflow, because tensors of most tests are too small for one.
+    """Make Triton's interpreter faster: a patched language is not patched again, which takes a third of its time, dtypes of
+    numpy are cached, and integers, which are too small in most tests, are not checked for overflow.
     """
     patch, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
     cached_dtype = lru_cache(dtype_of)
@@ -80,10 +74,7 @@ def patched_once():
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
     builder = interpreter.interpreter_builder
-    options, builder.options = builder.options, replace(builder.options, sanitize_overflow=False)
-    yield
-    builder.options = options
-    interpreter._patch_lang, interpreter._get_np_dtype = patch, dtype_of
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture

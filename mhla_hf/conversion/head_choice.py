@@ -1,8 +1,8 @@
 """Which KV heads of a language model keep softmax, and how many salient tokens the others keep.
 
 One backward pass of the original per row tells how much its loss depends on what each KV head would lose (`score_heads`).
-How many heads stay, and how many salient tokens the others need, is measured by one forward pass per candidate. Its row,
-which no score has seen, repeats its start and asks for facts at its end.
+How many heads stay, and how many salient tokens the others need, is measured by one forward pass per candidate, all on one
+row that no head is scored by. It repeats its start and asks for facts at its end.
 """
 
 import logging

@@ -146,8 +146,8 @@ def ask_of_row(row: torch.Tensor, tokenizer: Any) -> AskingRow:
 def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, progress: bool) -> torch.Tensor:
     """Sample int64 [count, length] from a softmax language model at temperature 1, without a prompt.
 
-    Each row begins with the beginning-of-sequence token, or with the end-of-sequence token if there is none. Sampling does
-    not stop at an end-of-sequence token.
+    Each row begins with the beginning-of-sequence token, else the end-of-sequence token, else token 0. Sampling does not
+    stop at an end-of-sequence token.
     """
     config = model.config
     candidates = (getattr(tokenizer, "bos_token_id", None), config.bos_token_id, config.eos_token_id, 0)

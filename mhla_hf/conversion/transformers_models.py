@@ -160,7 +160,7 @@ def convertible_family(model: Any) -> Family:
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     if not isinstance(model, torch.nn.Module) or not isinstance(model_type, str):
-        expected = "a language model or vision tower of transformers, or a pipeline"
+        expected = "a language model, text encoder, or vision tower of transformers, or a pipeline"
         raise TypeError(f"model: got {type(model).__name__}, expected {expected}.")
     if getattr(config, "mhla", None) is not None:
         raise ValueError(f"model: got {type(model).__name__}, which is an MHLA model already, expected a softmax one.")

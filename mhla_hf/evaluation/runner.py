@@ -38,7 +38,7 @@ class ScoreRecipe:
     """A recipe of an evaluation: what to measure, and how.
 
     `tasks` maps lm-eval's tasks to the number of examples in the prompt, where None is the task's own number; for kinds
-    other than "language", it maps metrics to None.
+    other than "language", it maps metrics (for "speed", only that name) to None.
     """
 
     kind: Literal["language", "classification", "image", "video", "speed"]

@@ -21,7 +21,7 @@ _SOURCE_MAKER: list[Callable[[str], tuple[str, str]]] = []
 
 
 def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
-    """Set the function that maps an entry to its source's file name and text; its results are cached."""
+    """Set the function from an entry, "module" or "module:function" of mhla_hf, to the name and text of its source file."""
     _SOURCE_MAKER[:] = [functools.cache(maker)]
 
 

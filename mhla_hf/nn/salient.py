@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.windowed.options import WindowedOptions
 from ..ops.windowed.salient import salient_attention
-from ..ops.windowed.salient_decoding import SalientState, continue_salient, plan_step
+from ..ops.windowed.salient_decoding import SalientState, continue_salient, plan_step, start_salient
 from .core import check_no_gradients, padding_first, without_padding
 from .heads import HeadSplit
 from .settings import MHLASettings, check_settings
@@ -81,7 +81,7 @@ class SalientCore(nn.Module):
         """Put tokens, and their votes, into an empty cache; q, k, and v are those of the MHLA heads."""
         k = k.to(v.dtype)
         cache.state = self.new_state(k, v)
-        continue_salient(q.to(v.dtype), k, v, cache.state, self.options, fresh=True, attends=False)
+        start_salient(q.to(v.dtype), k, v, cache.state, self.options, attends=False)
 
     def new_state(self, k: Tensor, v: Tensor) -> SalientState:
         """Create an empty state whose sizes, dtypes, and device are those of k and v, which have the MHLA heads only."""

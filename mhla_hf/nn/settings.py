@@ -284,7 +284,7 @@ def check_grid_settings(
     if settings.rope not in positions:
         raise ValueError(f"rope: got {settings.rope!r}, expected one of {list(positions)} for {model}.")
     if settings.rope == "after" and settings.feature_map == "hedgehog":
-        expected = f"a map of unchanged width for {model}"
+        expected = f'another map, or rope="before", for {model}: RoPE needs features as wide as the head'
         raise ValueError(f'feature_map: got "hedgehog" with rope="after", expected {expected}.')
     if joint and settings.mixing_form == "free":
         raise ValueError(f'mixing_form: got "free", expected "softmax" or "direct" for {model}.')

@@ -26,7 +26,7 @@ def mhla_reference(inputs: MHLAInputs) -> Tensor:
         k, v = torch.where(seen_by_any, k, 0), torch.where(seen_by_any, v, 0)
         if q_den is not None and k_den is not None:
             q_den, k_den = torch.where(sees_any, q_den, 0), torch.where(seen_by_any, k_den, 0)
-        mixing = mixing.to(dtype)  # once: its gradient is a sum of large terms that may cancel
+        mixing = mixing.to(dtype)  # cast once, so that gradients that may cancel are added in this dtype
         token_mixing = mixing.expand(num_heads, *mixing.shape[-2:])
         token_mixing = token_mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
 

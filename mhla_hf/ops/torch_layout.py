@@ -254,7 +254,7 @@ def slot_positions(count: Tensor, num_slots: int, sinks: int) -> Tensor:
     slot = torch.arange(num_slots, device=count.device)
     last = count[:, None] - 1
     in_ring = last - (last - slot + sinks) % (num_slots - sinks)
-    in_ring = torch.where(in_ring >= sinks, in_ring, -1)  # such tokens are in the slots of sinks
+    in_ring = torch.where(in_ring >= sinks, in_ring, -1)  # sinks have slots of their own
     return torch.where(slot < sinks, torch.where(slot <= last, slot, -1), in_ring)
 
 

@@ -86,7 +86,10 @@ def save_adapter(
     converted: Any = untyped_model.get_base_model() if is_peft_model else model
     config: Any = getattr(converted, "config", None)
     if getattr(config, "mhla", None) is None or (not is_peft_model and hasattr(model, "peft_config")):
-        raise TypeError(f"model: got {type(model).__name__}, expected a converted model or a PeftModel of one.")
+        got = type(model).__name__ + (" with adapters" if hasattr(model, "peft_config") else "")
+        raise TypeError(
+            f"model: got {got}, expected a converted model, or a PeftModel that holds one and its adapters."
+        )
     if is_peft_model and base is not None:
         raise ValueError(f"base: got {type(base).__name__} with a PeftModel, expected None; its own LoRA is saved.")
     if not is_whole(rank, 1):

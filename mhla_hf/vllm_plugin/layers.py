@@ -118,7 +118,7 @@ class PagedMHLA(SalientCore):
             if self.is_compiled and not self.plan.is_warm:
                 self.plan.is_warm = True
                 page = context.no_compile_layers[self.page_names[0]]
-                warm_up(page.layout, self.options, self.num_heads // self.num_kv_heads)
+                warm_up(page.layout, self.options, self.num_heads // self.num_kv_heads, q.device)
             return
         attention = self.attach([context.no_compile_layers[name] for name in self.page_names])
         blocks = torch.stack([metadata[name].state_indices_tensor for name in self.page_names], 1).long()

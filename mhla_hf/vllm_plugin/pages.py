@@ -119,15 +119,16 @@ compiled_attend_pages = torch.compile(attend_pages, dynamic=True)
 WARM_UP_PAGES = (1, 11)  # of one page, and of any number of them, which is no size of a model
 
 
-def warm_up(layout: "PageLayout", options: WindowedOptions, queries_per_kv: int) -> None:
+def warm_up(layout: PageLayout, options: WindowedOptions, queries_per_kv: int, device: torch.device) -> None:
     """Compile `attend_pages` for pages of a layout."""
     num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in layout.parts.values())
-    pool = PagePool(torch.zeros(2 * WARM_UP_PAGES[-1], 2 * num_bytes, dtype=torch.int8), layout)
-    heads, _, width = layout.parts["k"][0]
+    pool = PagePool(torch.zeros(2 * WARM_UP_PAGES[-1], 2 * num_bytes, dtype=torch.int8, device=device), layout)
+    heads, num_keys, width = layout.parts["k"][0]
     for count in WARM_UP_PAGES:
         q = pool.parts["k"].new_zeros(count, heads * queries_per_kv, width)
-        mask = torch.zeros(count, 1, 1, pool.parts["k"].shape[2])
-        PagedAttention(pool, options, is_compiled=True).attend(q, torch.arange(count)[:, None], mask)
+        mask = torch.zeros(count, 1, 1, num_keys, device=device)
+        pages = torch.arange(count, device=device)[:, None]
+        PagedAttention(pool, options, is_compiled=True).attend(q, pages, mask)
 
 
 class DecodeBatch(NamedTuple):

@@ -107,11 +107,9 @@ def test_a_bundle_holds_nothing_of_other_models(bundles, entry):
 
 
 def test_it_has_the_name_that_its_library_wants(bundles):
-    assert make_source("models.converted:windowed_class") == (
-        "modeling_mhla.py",
-        bundles["models.converted:windowed_class"],
-    )
-    sha = check_bundle(bundles["models.diffusion.dit_transformer"])["sha256"]
-    assert make_source("models.diffusion.dit_transformer")[0] == f"modeling_mhla_dit_{sha}.py"
+    entry, diffusion = "models.converted:windowed_class", "models.diffusion.dit_transformer"
+    assert make_source(entry) == ("modeling_mhla.py", bundles[entry])
+    sha = check_bundle(bundles[diffusion])["sha256"]
+    assert make_source(diffusion)[0] == f"modeling_mhla_dit_{sha}.py"
     with pytest.raises(ValueError, match=r"entry: got '\.\./etc', expected one of \['models\.language\..*\]\."):
         make_source("../etc")

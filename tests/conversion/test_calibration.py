@@ -13,7 +13,6 @@ from tools.tiny_joint import PACKED
 from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, inputs, tiny_transformer
 
 import mhla_hf
-from mhla_hf.conversion import calibration
 from mhla_hf.conversion.grid_fit import Call, grid_layers, run_call, softmax_layers
 from mhla_hf.hub.card import write_first_card
 from mhla_hf.hub.facts import Person
@@ -94,15 +93,8 @@ def test_layers_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
     assert f"changes the output most: {chosen}." in card
 
 
-def test_pipelines_sample_prompts_and_labels(monkeypatch):
-    monkeypatch.setattr(calibration, "SAMPLING_STEPS", 2)
-    pipe = PIPELINES["dit"]()
-    pipe.set_progress_bar_config(disable=True)
-    mhla_hf.convert(pipe, samples=[3, 7], effort=0.05, progress=False)
-    report = pipe.transformer.config.mhla_measured
-    assert report["calls"] == 12 and report["output"]["fitted"] < report["output"]["converted"]
-    seen = []
-    pipe = PIPELINES["wan"]()
+def test_pipelines_sample_prompts(monkeypatch):
+    seen, pipe = [], PIPELINES["wan"]()
     record = lambda self, prompt, **options: seen.append({"prompt": prompt, **options})  # noqa: E731
     monkeypatch.setattr(type(pipe), "__call__", record)
     with pytest.raises(ValueError, match="do not run WanTransformer3DModel"):
@@ -129,10 +121,6 @@ def test_only_the_new_image_counts(family):
         assert run_call(model, Call((), arguments)).shape[1] == 26
 
 
-def pipeline(name, samples):
-    return mhla_hf.convert(PIPELINES[name](), samples=samples)
-
-
 def tower(samples, device="cpu"):
     return mhla_hf.convert(softmax_tower("ViTModel").to(device), samples=samples)
 
@@ -145,7 +133,7 @@ REFUSED = {
     "prompts without a pipeline": (lambda: mhla_hf.convert(tiny_transformer("dit"), samples=["a"]),
         "samples: got list with DiTTransformer2DModel"),
     "too few images": (lambda: tower(torch.ones(3, 3, 32, 32)), "a tensor of shape [3, 3, 32, 32] with ViTModel"),
-    "labels of other classes": (lambda: pipeline("dit", [1, 2000]),
+    "labels of other classes": (lambda: mhla_hf.convert(PIPELINES["dit"](), samples=[1, 2000]),
         "samples: got [1, 2000] with DiTPipeline, expected labels below 10"),
     "prompts for an edit": (lambda: mhla_hf.convert(kontext_pipeline(), samples=["a cat"]), EDIT),
     "a cache of images": (lambda: mhla_hf.convert(with_image_cache(tiny_transformer("flux2"))), CACHE),

@@ -17,10 +17,6 @@ from mhla_hf.conversion.diffusers_models import CONVERTIBLE, REFUSED_TRANSFORMER
 CPU = torch.device("cpu")
 
 
-def converted(family="wan", **settings):
-    return mhla_hf.convert(tiny_transformer(family), **settings)
-
-
 def pipeline_of_a_unet():
     blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (4,)}
     return DDPMPipeline(UNet2DModel(sample_size=8, norm_num_groups=2, **blocks), DDPMScheduler())
@@ -33,8 +29,8 @@ def offloaded(offload, *arguments, **options):
 
 
 CONVERSION = {
-    "two counts for a video": (lambda: converted(layout=[4, 4]), "layout: got [4, 4], expected 3 counts"),
-    "three counts for an image": (lambda: converted("sana", layout=[3, 4, 4]), "layout: got [3, 4, 4], expected 2"),
+    "two counts for a video": (lambda: mhla_hf.convert(tiny_transformer("wan"), layout=[4, 4]),
+        "layout: got [4, 4], expected 3 counts"),
     "no transformer": (lambda: mhla_hf.convert(image_vae()), "model: got AutoencoderKL of diffusers."),
     "pipeline of a U-Net": (lambda: mhla_hf.convert(pipeline_of_a_unet()), "DDPMPipeline, which has no transformer"),
     "hooks of diffusers": (lambda: offloaded(apply_group_offloading, CPU, CPU, offload_type="leaf_level"),
@@ -50,7 +46,7 @@ def test_conversion(make, words):
 
 
 def test_nothing_is_touched_before_all_is_checked():
-    pipe = WanPipeline(**{**PIPELINES["wan"]().components, "transformer_2": converted()})
+    pipe = WanPipeline(**{**PIPELINES["wan"]().components, "transformer_2": mhla_hf.convert(tiny_transformer("wan"))})
     with pytest.raises(ValueError, match="which is an MHLA model already"):
         mhla_hf.convert(pipe)
     assert type(pipe.transformer) is WanTransformer3DModel

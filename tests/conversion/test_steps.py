@@ -1,6 +1,7 @@
 """A conversion that fails or is stopped leaves the model as it was, and one that succeeds leaves its modes."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,55 +26,35 @@ def language_model():
     return softmax_model(num_key_value_heads=4, max_position_embeddings=96)
 
 
-def fail(error, after=0):
-    """Return a method that raises an error at its call number `after`, counted from 0, and else returns 1."""
-    calls = iter(range(after + 1))
-
-    def method(*_):
-        if next(calls) == after:
-            raise error
-        return {"kl": 1.0}
-
-    return method
-
-
 @pytest.mark.parametrize(
-    ("stopped", "name", "error", "after"),
-    [
-        (head_choice, "score_heads", KeyboardInterrupt("stop"), 0),
-        (TeacherScores, "compare", MemoryError("stop"), 1),  # after heads got softmax back
-    ],
+    ("stopped", "name", "errors"),
+    [(head_choice, "score_heads", [KeyboardInterrupt]), (TeacherScores, "compare", [{"kl": 1.0}, MemoryError])],
 )
-def test_a_language_model_after_a_failure(monkeypatch, stopped, name, error, after):
+def test_a_language_model_after_a_failure(monkeypatch, stopped, name, errors):
+    """Before heads are chosen, and after some got softmax back."""
     model = language_model()
     model.set_attn_implementation("eager")
     model.generation_config.custom_generate = "code"
     model.model.register_forward_pre_hook(lambda *_: None)
-    model.train().model.layers[1].eval()
     expected, before = model(TEXT[None, :60]).logits, snapshot(model)
-    monkeypatch.setattr(stopped, name, fail(error, after))
-    with pytest.raises(type(error), match="stop"):
+    with monkeypatch.context() as patch, pytest.raises(errors[-1]):
+        patch.setattr(stopped, name, Mock(side_effect=errors))
         mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
     check_unchanged(model, before)
     assert torch.equal(model(TEXT[None, :60]).logits, expected)
     assert model.config._attn_implementation == "eager" and model.generation_config.custom_generate == "code"
-    monkeypatch.undo()
     mhla_hf.convert(model, text=TEXT, keep=5, **SMALL)
     assert model.config._attn_implementation == "eager" and not hasattr(model.generation_config, "custom_generate")
-    is_training = {name: module.training for name, module in model.named_modules()}
-    assert is_training["model.layers.0.self_attn"] and not is_training["model.layers.1.self_attn"]
-    assert all(layer.mhla.training == layer.training for layer in mhla_layers(model).values())
 
 
 def test_an_encoder_after_a_failure(monkeypatch):
     model = softmax_encoder("bert").train()
     model.encoder.layer[1].eval()
     before = snapshot(model)
-    monkeypatch.setattr(OutputFit, "step", fail(KeyboardInterrupt("stop")))
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(OutputFit, "step", Mock(side_effect=KeyboardInterrupt))
         mhla_hf.convert(model, text=TEXT % 60, **SMALL)
     check_unchanged(model, before)
-    monkeypatch.undo()
     mhla_hf.convert(model, text=TEXT % 60, **SMALL)
     assert [layer.mhla.q_map.training for layer in mhla_layers(model).values()] == [True, False, True]
 
@@ -84,14 +65,12 @@ def test_a_pipeline_after_a_failure(monkeypatch):
     pipe.set_progress_bar_config(disable=True)
     pipe.transformer.train().transformer_blocks[0].eval()
     index, before = dict(pipe.config), snapshot(pipe.transformer)
-    monkeypatch.setattr(calibration, "keep_softmax_layers", fail(RuntimeError("stop")))
-    with pytest.raises(RuntimeError, match="stop"):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stop"):
+        patch.setattr(calibration, "keep_softmax_layers", Mock(side_effect=RuntimeError("stop")))
         mhla_hf.convert(pipe, samples=[3, 7], effort=0.02, progress=False)
     assert dict(pipe.config) == index
     check_unchanged(pipe.transformer, before)
     pipe.transformer(**inputs("dit"))
-    monkeypatch.undo()
-    monkeypatch.setattr(calibration, "SAMPLING_STEPS", 2)
     mhla_hf.convert(pipe, samples=[3, 7], effort=0.02, keep=0, progress=False)
     assert [holder.mhla.training for holder in grid_layers(pipe.transformer).values()] == [False, True]
     assert pipe.config["transformer"][1] == type(pipe.transformer).__name__ == "MHLADiTTransformer2DModel"

@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
+from tools.tiny_pipelines import WAN
 
 from experiments import bench
 from mhla_hf import Blocks
-from mhla_hf.checkpoints.provenance import describe_run
 
 GRID = bench.Operator("grid", Blocks.grid((4, 6), (2, 3)), 2, 2, (8, 8), normalize=True, dtype="float32")
 TEXT = bench.Operator("text", Blocks.sequence(40, 16), 1, 2, (4, 8), causal=True, dtype="bfloat16")
@@ -19,28 +19,18 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench, "MIN_TURN_SECONDS", 0.0)
 
 
-def measured(*cases):
-    rows = [row for case in cases for row in bench.time_case(case, "cpu", rounds=1)]
-    return {**describe_run(None), "rows": rows}
-
-
-def test_side_by_side():
-    record = measured(GRID, TEXT)
+def test_side_by_side_and_what_is_wrong_or_fails_has_its_reason_instead_of_a_speed(monkeypatch, capsys, tmp_path):
+    attend, arguments = bench.Operator.attend, ["--threads", "1", "--out", str(tmp_path / "bench.json")]
+    monkeypatch.setattr(bench, "quick_cases", lambda: [GRID, TEXT])
+    record = bench.main(arguments)
     rows = {(row["case"], row["what"]): row for row in record["rows"]}
     assert rows.keys() == {(case, what) for case in ("grid", "text") for what in (bench.FORWARD, bench.TRAINING)}
     for (case, _), row in rows.items():
         assert row["ms"].keys() == {"mhla torch", "linear", "sdpa"} and min(row["ms"].values()) > 0
         assert row["failed"] == {}
         assert 0 < row["error"]["mhla torch"] < bench.TOLERANCES["bfloat16" if case == "text" else "float32"]
-    table = bench.render_bench(record)
+    table = capsys.readouterr().out
     assert "| grid | forward + backward | " in table and record["hardware"] in table and "* " not in table
-
-
-def test_what_is_wrong_or_fails_has_its_reason_instead_of_a_speed(monkeypatch, capsys, tmp_path):
-    attend, arguments = bench.Operator.attend, ["--threads", "1", "--out", str(tmp_path / "bench.json")]
-    monkeypatch.setattr(bench, "quick_cases", lambda: [GRID, TEXT])
-    record = bench.main(arguments)
-    assert "| grid | forward | " in capsys.readouterr().out
     assert json.loads((tmp_path / "bench.json").read_text()) == record
     assert record["command"].startswith("python -m experiments.bench --threads")
 
@@ -61,14 +51,6 @@ def test_what_is_wrong_or_fails_has_its_reason_instead_of_a_speed(monkeypatch, c
 
 
 DIT = {**bench.DIT, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
-WAN = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "num_layers": 3,
-    "ffn_dim": 16,
-    "text_dim": 8,
-    "freq_dim": 16,
-}
 LM = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 1000}
 VIDEO = bench.Operator("video", Blocks.grid((2, 4, 4), (1, 2, 2)), 1, 2, (12, 12), dtype="float32")
 SQUARE = bench.Operator("grid", Blocks.grid((4, 4), (2, 2)), 1, 2, (8, 8), dtype="float32")
@@ -77,7 +59,7 @@ SQUARE = bench.Operator("grid", Blocks.grid((4, 4), (2, 2)), 1, 2, (8, 8), dtype
 @pytest.mark.parametrize(("sizes", "operator"), [(DIT, SQUARE), (WAN, VIDEO), (LM, TEXT)], ids=["dit", "wan", "lm"])
 def test_whole_models(sizes, operator):
     case = bench.WholeModel("model", sizes, dataclasses.replace(operator, dtype="float32"))
-    rows = measured(case)["rows"]
+    rows = bench.time_case(case, "cpu", rounds=1)
     names = {"softmax", "mhla", "linear (one block)", *(["hybrid 2/3"] if operator is VIDEO else [])}
     assert [row["what"] for row in rows] == [bench.FORWARD, bench.TRAINING] and all(row["failed"] == {} for row in rows)
     assert all(set(row["ms"]) == names and row["error"]["mhla"] > 0 for row in rows)

@@ -19,9 +19,11 @@ def test_measured_and_rendered(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "speed.json").read_text())["rows"] == record["rows"]
     assert record["rows"][3]["MHLA"]["bytes"] < record["rows"][3]["softmax"]["bytes"] / 2
     assert [(row["length"], row["batch"]) for row in record["rows"]] == [(96, 1), (1600, 1), (96, 2), (1600, 2)]
-    assert all(row[name]["next token"] > 0 for row in record["rows"] for name in ("MHLA", "softmax"))
+    assert [(row["length"], row["batch"]) for row in record["eager"]] == [(96, 1), (1600, 1)]
+    assert all(row[name]["next token"] > 0 for row in record["rows"] + record["eager"] for name in speed.MODELS)
+    assert record["rows"][3]["window alone"]["bytes"] < record["rows"][3]["MHLA"]["bytes"]
     assert record["prefill"][0]["products"]["MHLA"] > record["prefill"][0]["products"]["softmax"] > 0  # too few tokens
-    assert all(record[key][0][name] > 0 for key in ("prefill", "training") for name in ("MHLA", "softmax"))
+    assert all(record[key][0][name] > 0 for key in ("prefill", "training") for name in speed.MODELS)
     speed.draw_speed(record, tmp_path / "speed.png")
     tables = speed.render_speed(record)
     assert "| 1,600 | 2 | " in tables and tables.endswith("bf16.")

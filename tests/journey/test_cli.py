@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 from tools.small_scores import HELD_OUT, TRAINING, WINDOW, make_tasks, save_llama, save_mhla, small_tokenizer
 from tools.small_towers import save_photos, softmax_tower
-from tools.tiny_pipelines import dit_pipeline, generate, wan_pipeline
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, ViTImageProcessorPil
+from tools.tiny_pipelines import dit_pipeline, wan_pipeline
+from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessorPil
 
 from mhla_hf.cli.main import main
 
@@ -39,15 +38,11 @@ def shelf(tmp_path_factory):
     save_mhla(folder / "mhla")
     (folder / "train.txt").write_text(TRAINING)
     make_tasks(folder / "tasks", HELD_OUT, small_tokenizer(), WINDOW)
-    recipes = {"recipe": RECIPE, "typo": RECIPE.replace("steps", "stepps")}
-    for name, recipe in recipes.items():
-        (folder / f"{name}.yaml").write_text(recipe)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "typo.yaml").write_text(RECIPE.replace("steps", "stepps"))
     save_llama(folder / "truncated")
     weights = folder / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:4000])
-    save_llama(folder / "eos_x")
-    config = json.loads((folder / "eos_x" / "config.json").read_text())
-    (folder / "eos_x" / "config.json").write_text(json.dumps({**config, "eos_token_id": "x"}))
     (folder / "nul.txt").write_text(TRAINING + "\0" * 100)
     (folder / "full").mkdir()
     (folder / "full" / "letter.txt").write_text("mine")
@@ -103,7 +98,6 @@ EARLY = {  # said before anything is imported
     "convert llama full": "out: got 'full', which is not empty",
     "convert llama full/letter.txt/new": "full/letter.txt/new', which cannot be made in '",
     "convert llama new --text no.txt": "no.txt: No such file",
-    "convert llama new --context 4k": "argument --context: got 4k, expected a whole number of at least 1; see",
     "distill llama --recipe lite --out new": "--recipe: got 'lite', which is not a file",
     "distill llama --recipe recipe.yaml --set b.lr=1 --out new": "--set: got 'b.lr', expected one of transfer.*, distill.*",
     "distill llama --recipe typo.yaml --data train.txt --out new": "stepps",
@@ -115,9 +109,7 @@ LATE = {
     "convert mhla new": "is an MHLA model already",
     "convert llama new --set colour=red": "'colour'",
     "convert llama new --text none --keep 1": "--keep: got 1 without text or samples, expected None",
-    "convert eos_x new": "field 'eos_token_id'",
     "distill llama --recipe recipe.yaml --data nul.txt --out new": "--data: got 'nul.txt', whose",
-    "distill mhla --recipe recipe.yaml --data train.txt --set settings.block_size=8 --out new": "which is converted",
     "distill mhla --recipe recipe.yaml --data train.txt --out new": "teacher",
     "push llama me/model --license mit": 'got no config.json with "mhla" settings',
 }
@@ -145,8 +137,7 @@ def test_help_has_an_example_of_each_command(place, capsys):
     assert capsys.readouterr().out.startswith("mhla_hf ")
 
 
-def test_convert_distill_evaluate_info(shelf, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(shelf)
+def test_convert_distill_evaluate_info(place, tmp_path, capsys):
     converted, distilled = str(tmp_path / "converted"), str(tmp_path / "distilled")
     options = ["--text", "none", "--layers", "1,2", "--set", "block_size=32", "--set", "salient=8"]
     assert main(["convert", "llama", converted, *options]) == 0
@@ -157,16 +148,11 @@ def test_convert_distill_evaluate_info(shelf, tmp_path, monkeypatch, capsys):
     assert main(["distill", converted, "--teacher", "llama", "--out", distilled, *recipe]) == 0
     record = json.loads(Path(distilled, "train.json").read_text())
     assert record["command"].startswith("mhla-hf distill ")
-    before = AutoModelForCausalLM.from_pretrained(converted)
-    after = AutoModelForCausalLM.from_pretrained(distilled)
-    assert before.config.mhla == after.config.mhla
-    ids = torch.arange(40)[None]
-    assert not torch.equal(before(ids).logits, after(ids).logits)
+    assert json.loads(Path(distilled, "config.json").read_text())["mhla"] == settings
     capsys.readouterr()
     assert main(["info", distilled, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["scores"] == [] and told["mhla_layers"] == [1, 2] and told["layers"] == 3
-    assert told["parameters"] == after.num_parameters()
     scored = f"evaluate {converted} {distilled} --recipe recall --tasks lookups_recall_* --quiet"
     changes = (f"lengths={WINDOW}", "depths=0,100", "items=1", "text=train.txt")
     scored = [*scored.split(), *(word for change in changes for word in ("--set", change))]
@@ -179,16 +165,13 @@ def test_convert_distill_evaluate_info(shelf, tmp_path, monkeypatch, capsys):
     assert main(["info", distilled]) == 0
     page = capsys.readouterr().out
     attention = "2 of 3 layers are MHLA (all but 0), 2 of 6 KV heads keep softmax"
-    assert (
-        page.startswith(f"{distilled}: MHLALlamaForCausalLM, from llama\nattention:  {attention}\n")
-        and page.count("\n") <= 12
-    )
+    assert page.startswith(f"{distilled}: MHLALlamaForCausalLM, from llama\nattention:  {attention}\n")
+    assert page.count("\n") <= 12
     assert f"score:      lookups_recall_{WINDOW} acc " in page and "windowed True" in page
     assert " MiB with softmax alone" in page
 
 
-def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(shelf)
+def test_convert_replaces_only_when_told_and_only_an_mhla_model(place, tmp_path, monkeypatch, capsys):
     out = save_mhla(tmp_path / "out")
     (out / "vocab.txt").write_text("old")
     assert main(["convert", "llama", str(out)]) == 2
@@ -204,9 +187,9 @@ def test_convert_replaces_only_when_told_and_only_an_mhla_model(shelf, tmp_path,
     monkeypatch.chdir(out)
     kept = inventory(tmp_path)
     refused = dict.fromkeys(("..", "~"), "contains the working or the home folder")
-    refused |= {shelf / "llama": "holds no MHLA model", mixed: "draft.txt', expected nothing but the files of a model"}
+    refused |= {place / "llama": "holds no MHLA model", mixed: "draft.txt', expected nothing but the files of a model"}
     for given, says in refused.items():
-        assert main(["convert", str(shelf / "llama"), str(given), "--text", "none", "--overwrite"]) == 2
+        assert main(["convert", str(place / "llama"), str(given), "--text", "none", "--overwrite"]) == 2
         assert says in capsys.readouterr().err
         assert inventory(tmp_path) == kept
 
@@ -243,8 +226,7 @@ def test_ctrl_c_says_what_the_same_command_resumes_from(place, tmp_path, monkeyp
         assert capsys.readouterr().err == f"mhla-hf: interrupted{says}\n"
 
 
-def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(shelf, tmp_path, monkeypatch, capsys, caplog):
-    monkeypatch.chdir(shelf)
+def test_distill_takes_the_settings_of_a_recipe_from_the_command_line(place, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     given = "--max_steps 3 --batch-size 2 --learning-rate 2e-3 --device cpu --dtype bfloat16 --save-dtype float16"
     given += " --report-to tensorboard --set *.seq_len=64 --set distill.lr=5e-4 --set settings.block_size=32"
@@ -354,9 +336,7 @@ def test_a_pipeline_learns_from_class_labels(tmp_path, monkeypatch, capsys):
     assert main(["convert", "dit", "new", "--samples", "1,2", *options]) == 0
     weights = load_file("new/transformer/diffusion_pytorch_model.safetensors")
     assert torch.bfloat16 in {value.dtype for value in weights.values()}
-    pipe = DiffusionPipeline.from_pretrained("new", trust_remote_code=True)
-    assert generate(pipe).isfinite().all()
-    config = pipe.transformer.config
-    errors = config.mhla_measured["output"]
-    assert errors["fitted"] < errors["converted"] and config.mhla["feature_map"] == "hedgehog"
+    config = json.loads(Path("new/transformer/config.json").read_text())
+    errors = config["mhla_measured"]["output"]
+    assert errors["fitted"] < errors["converted"] and config["mhla"]["feature_map"] == "hedgehog"
     assert f"converted {errors['converted']:.4g}, fitted {errors['fitted']:.4g}" in capsys.readouterr().out

@@ -60,12 +60,8 @@ def blocks(document, *languages):
 PYTHON = {document: blocks(document, "python") for document in DOCUMENTS}
 
 
-def save_wan():
-    PIPELINES["wan"]().to(torch.bfloat16).save_pretrained(WAN)
-
-
 def for_diffusion():
-    save_wan()
+    PIPELINES["wan"]().to(torch.bfloat16).save_pretrained(WAN)
     Path("prompts.txt").write_text("a cat\na dog walks\n")
     return {"name": WAN}
 
@@ -208,13 +204,6 @@ def parse(words):
     raise AssertionError(f"{shlex.join(words)}: its options were not parsed")
 
 
-def check_recipe(words):
-    """A recipe that a command names is one that there is, a file, or a word that stands for one."""
-    for flag, name in itertools.pairwise(words):
-        if flag in ("--recipe", "--judge") and name.islower() and not name.endswith(".yaml"):
-            assert name in (*recipe_names(), *runner.recipe_names()), words
-
-
 @pytest.fixture
 def parse_only(monkeypatch):
     """A program's `parse_args` ends it when the options were taken."""
@@ -233,8 +222,11 @@ def parse_only(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")  # runpy
 @pytest.mark.parametrize("place", [*DOCUMENTS, *HELPS])
 def test_commands_are_taken(place, parse_only):
+    """A recipe that a command names is one that there is, a file, or a word that stands for one."""
     for words in commands(place):
-        check_recipe(words)
+        for flag, name in itertools.pairwise(words):
+            if flag in ("--recipe", "--judge") and name.islower() and not name.endswith(".yaml"):
+                assert name in (*recipe_names(), *runner.recipe_names()), words
         try:
             parse(words)
         except Parsed:

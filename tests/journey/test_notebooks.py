@@ -1,38 +1,26 @@
-"""Every notebook runs from top to bottom, in this process, shows what it says it shows, and keeps outputs for a reader."""
+"""Every notebook runs from top to bottom, shows what it says it shows, and keeps outputs for a reader."""
 
 import json
-import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pytest
-from IPython import display
+from tools.execute_notebooks import NOTEBOOKS, execute
 from tools.loopback_hub import USER
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 NAMES = [path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """run(name) -> what the cells print, and the number of pictures."""
+def run(tmp_path):
+    """run(name) -> what the cells print, the number of pictures, and the Hub."""
 
     def run(name):
-        pictures = []
-        plt.switch_backend("agg")
-        monkeypatch.setattr(plt, "show", lambda: pictures.append(plt.close("all")))
-        monkeypatch.setattr(display, "display", pictures.append)
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(os, "environ", os.environ.copy())
-        monkeypatch.chdir(NOTEBOOKS)
-        content, names = json.loads((NOTEBOOKS / name).read_text(encoding="utf-8")), {"__name__": "__main__"}
-        code = ["".join(cell["source"]) for cell in content["cells"] if cell["cell_type"] == "code"]
-        for number, source in enumerate(code):
-            exec(compile(source, f"{name}, cell {number}", "exec"), names)
-        return capsys.readouterr().out, len(pictures)
+        notebook, hub = execute(NOTEBOOKS / name, tmp_path)
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+        printed = "".join(output.get("text", "") for output in outputs)
+        return printed, sum("image/png" in output.get("data", ()) for output in outputs), hub
 
     return run
 
@@ -57,7 +45,7 @@ def numbers(pattern, printed):
 
 @pytest.mark.slow
 def test_language(run):
-    printed, pictures = run("01_language.ipynb")
+    printed, pictures, _ = run("01_language.ipynb")
     assert "logits equal bit for bit: True" in printed and "three times the trained length: True" in printed
     assert "MHLALlamaForCausalLM | layers [0, 1, 2, 3]" in printed and pictures == 1
     softmax, distilled = numbers(r"softmax (\d+\.\d+), MHLA (\d+\.\d+)", printed)
@@ -66,7 +54,7 @@ def test_language(run):
 
 @pytest.mark.slow
 def test_video(run):
-    printed, pictures = run("02_video.ipynb")
+    printed, pictures, _ = run("02_video.ipynb")
     assert "MHLAWanTransformer3DModel | layers [1, 2]" in printed and pictures == 2
     assert "videos equal bit for bit: True" in printed and "as before saving: True" in printed
     untrained, distilled = numbers(r"untrained (\d\.\d+), distilled (\d\.\d+)", printed)
@@ -74,12 +62,10 @@ def test_video(run):
 
 
 @pytest.mark.slow
-def test_convert_distill_share(run, hub, monkeypatch, tmp_path):
-    for name, value in hub.environment(tmp_path / "home").items():
-        monkeypatch.setenv(name, value)
-    printed, _ = run("03_convert_distill_share.ipynb")
+def test_convert_distill_share(run):
+    printed, _, hub = run("03_convert_distill_share.ipynb")
     assert hub.repos == {} and hub.sent("DELETE", "/api/repos/delete") == hub.sent("POST", "/commit/main") == 1
-    assert f"{hub.endpoint}/{USER}/mhla-notebook/commit/" in printed
+    assert f"https://huggingface.co/{USER}/mhla-notebook/commit/" in printed
     assert "MHLALlamaForCausalLM | layers [0, 2, 3]" in printed and "logits equal bit for bit: True" in printed
     scores = numbers(r"lookups_recall_448 +acc ↑ +0 +20 +(\S+) ± \S+ +(\S+) ±", printed)
     assert min(scores) > 0.9, "the layer that looks things up keeps softmax"
@@ -88,7 +74,7 @@ def test_convert_distill_share(run, hub, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_why_it_works(run):
     """Collapse is seen: plain linear attention stops at rank d, MHLA does not."""
-    printed, pictures = run("04_why_it_works.ipynb")
+    printed, pictures, _ = run("04_why_it_works.ipynb")
     ranks = re.findall(r"N = (\d+): softmax rank (\d+), plain linear rank (\d+), MHLA rank (\d+)", printed)
     assert [tuple(map(int, row)) for row in ranks] == [(64, 64, 16, 64), (256, 256, 16, 256), (512, 512, 16, 256)]
     form = r"N = \d+: softmax (\S+), plain linear (\S+), MHLA (\S+), floor of rank 16 (\S+)"

@@ -1,18 +1,13 @@
 """A converted model behind `transformers serve`, as docs/serving.md says it, says what `generate` says."""
 
-import json
 import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
+from tools.launched import ask, serving
 from tools.small_scores import small_llama, small_tokenizer
 from transformers.utils.import_utils import is_serve_available
 
@@ -46,46 +41,18 @@ def folder(tmp_path_factory):
     return place, tokenizer.decode(new, skip_special_tokens=True)
 
 
-def ask(port, model, **more):
-    body = json.dumps({"model": model, **ASKED, **more}).encode()
-    url = f"http://localhost:{port}/v1/chat/completions"
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return answer.read().decode()
-
-
-def wait_for(server, port, log):
-    for _ in range(600):
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            return urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5).read()
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(log.read_text()[-3000:])
-
-
 @pytest.mark.parametrize("way", COMMANDS)
 def test_chat_over_http_is_what_generate_says(folder, tmp_path, way):
     place, wanted = folder
     shutil.copytree(place, tmp_path / "llama-mhla")
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        port, log = one.getsockname()[1], tmp_path / "log"
     tools = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     env = {**os.environ, "PATH": tools, "HF_HOME": str(tmp_path / "hf")}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = COMMANDS[way].rstrip().replace("--port 8000", f"--port {port}")
-    model = re.search(r" serve (\S+)", command)[1]
-    with open(log, "w") as out:
-        how = {"cwd": tmp_path, "env": env, "stdout": out, "stderr": out, "start_new_session": True}
-        server = subprocess.Popen(["bash", "-ec", command], **how)
-    try:
-        wait_for(server, port, log)
-        assert json.loads(ask(port, model))["choices"][0]["message"]["content"] == wanted
-        lines = ask(port, model, stream=True).splitlines()
-        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == wanted
-        assert len(chunks) > 10
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(60)
+    command = COMMANDS[way].rstrip()
+    asked = {"model": re.search(r" serve (\S+)", command)[1], **ASKED}
+    at = lambda port: ["bash", "-ec", command.replace("--port 8000", f"--port {port}")]  # noqa: E731
+    with serving(at, cwd=tmp_path, env=env) as address:
+        assert ask(f"{address}/chat/completions", **asked)["choices"][0]["message"]["content"] == wanted
+        chunks = ask(f"{address}/chat/completions", **asked, stream=True)
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == wanted
+    assert len(chunks) > 10

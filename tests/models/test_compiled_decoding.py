@@ -1,4 +1,4 @@
-"""Windowed models compile: one graph for all steps of decoding, block edges included, and for a text.
+"""Windowed models compile: one graph for all steps of decoding, block edges included, and as others do, for a text.
 
 Each number of blocks of a language model has its own graph; one of an encoder serves all.
 """
@@ -12,7 +12,6 @@ from transformers import CompileConfig, DynamicCache
 
 LOCAL = {"windowed": True, "salient": 3}
 MIXED = {"layers": [1, 2], "softmax_heads": {2: [0]}, **LOCAL}  # a softmax layer, an MHLA layer, and one of both
-HEADS = {"num_layers": 2, "layers": [1], "softmax_heads": {1: [0]}, **LOCAL}  # a softmax layer, and one of both
 ALL = {**LOCAL, "window": 1, "num_layers": 1}
 
 
@@ -29,7 +28,7 @@ def graphs():
 @torch.no_grad()
 def test_decoding_is_one_graph():
     """Beside padding, with a cache that grows; `test_generate_with_a_static_cache_compiles_one_graph` has the other."""
-    model, ids, mask = converted_model(**HEADS), tokens(2, 28), torch.ones(2, 64, dtype=torch.long)
+    model, ids, mask = converted_model(**MIXED), tokens(2, 28), torch.ones(2, 64, dtype=torch.long)
     mask[0, :5] = 0
     expected = model(ids, attention_mask=mask[:, :28]).logits
     cache = DynamicCache(config=model.config)
@@ -68,9 +67,10 @@ def test_one_graph_for_all_lengths():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("settings", [MIXED, {"layers": [1]}], ids=["salient", "matrix"])
 @pytest.mark.parametrize("how", ["padded", "whole", "exported"])
-def test_a_text_with_salient_tokens_is_one_graph(how):
-    model, ids, mask = converted_model(**MIXED), tokens(2, 41), torch.ones(2, 41, dtype=torch.long)
+def test_a_text_is_one_graph(how, settings):
+    model, ids, mask = converted_model(**settings), tokens(2, 41), torch.ones(2, 41, dtype=torch.long)
     mask[0, :5] = 0
     given = {"attention_mask": None if how == "whole" else mask, "use_cache": False}
     if how == "exported":

@@ -20,10 +20,6 @@ def make(layers="all", layout=BLOCKS, family="wan", **settings):
     return shaken(mhla_hf.convert(tiny_transformer(family), layers=layers, layout=layout, gate=True, **settings))
 
 
-def given(**changes):
-    return inputs("wan", SIZE, batch=2) | changes
-
-
 def parallel(model, count):
     mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("ring", "ulysses"))
     model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=count, mesh=mesh))
@@ -45,9 +41,9 @@ def results(model, name, sum_up=lambda parameters: None):
     grads = {f"grad of {name}": p.grad.clone() for name, p in model.named_parameters()}
     frames = torch.arange(6).repeat_interleave(60).expand(2, -1) * 100  # a time for each token, as some Wans have
     with torch.no_grad():
-        outputs = {
-            f"output {i}": model(**x, return_dict=False)[0] for i, x in enumerate((given(), given(timestep=frames)))
-        }
+        given = inputs("wan", SIZE, batch=2)
+        calls = given, {**given, "timestep": frames}
+        outputs = {f"output {i}": model(**call, return_dict=False)[0] for i, call in enumerate(calls)}
     return outputs | grads | (twenty_steps(model, step) if name == "normalized" else {})
 
 
@@ -74,7 +70,7 @@ def one_process(rank, count, folder):
     with refused("hidden_states", f"15 tokens, which {count} processes", "ulysses_anything=True"):
         model(**inputs("wan", (1, 6, 10)), return_dict=False)
     with pytest.raises(ValueError, match="shard: got a part of the tokens"):
-        parallel(make(cpe=3), count)(**given(), return_dict=False)
+        parallel(make(cpe=3), count)(**inputs("wan", SIZE, batch=2), return_dict=False)
     with refused("cp_plan", "expected None"):
         make().enable_parallelism(config=None, cp_plan={})
 

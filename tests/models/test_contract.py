@@ -13,7 +13,6 @@ from tools.small_models import CACHE, FAMILIES, MODELS, converted_model, refused
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 
 import mhla_hf
-from mhla_hf.models.pretrained import split_heads_plan
 from mhla_hf.nn.settings import FOREIGN_ENTRIES
 
 # All tokens are salient, because rounding to half precision would change which are.
@@ -110,22 +109,6 @@ def test_softmax_classes_refuse_the_folder(family, tmp_path):
         assert not any(hasattr(loaded, name) for name in FOREIGN_ENTRIES)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("exported", [False, True])
-def test_compiled_or_exported_model_equals_eager(exported):
-    """In one graph, also with a mask, for which MHLA layers branch on no value."""
-    model, ids = converted_model(layers=[1], num_layers=2), tokens(2, 20)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    torch.compiler.reset()
-    if exported:
-        run = torch.export.export(model, (ids,), {"attention_mask": mask, "use_cache": False}).module()
-    else:
-        run = torch.compile(model, backend="eager", fullgraph=True)
-    got = run(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    torch.testing.assert_close(got, model(ids, attention_mask=mask).logits[mask.bool()], rtol=1e-5, atol=1e-5)
-
-
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 PACKED = [
     lambda: converted_model(layers="2/3"),
@@ -198,8 +181,6 @@ def test_key_heads_that_do_not_divide_the_heads():
     config.num_key_value_heads = 3
     with refused("num_key_value_heads: got 3, expected a divisor of the 4 attention heads."):
         AutoModelForCausalLM.from_config(config)
-    with refused("size 3", "divides the 2 key/value heads of model.layers.1.self_attn"):
-        split_heads_plan(converted_model(layers=[1]), 3)
     with refused("layers", kind=Exception):
         mhla_hf.MHLAConfig.preset("tiny", mhla={"layers": [0]})
 

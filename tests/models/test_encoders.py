@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import pickle
 from unittest import mock
 
 import pytest
@@ -13,7 +12,7 @@ from tools.model_checks import by_definition, checkpointing_changes_nothing, one
 from tools.ops_cases import distance
 from tools.small_encoders import ENCODER_TYPES, PAD, SLIDING, converted_encoder, softmax_encoder
 from tools.small_models import refused
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel
 
 from mhla_hf.hub.facts import read_model
 from mhla_hf.models.derived_classes import base_classes, model_name
@@ -105,8 +104,8 @@ def test_every_head_converts_and_is_found_here_and_where_the_package_is_not(tmp_
 
 
 @pytest.mark.parametrize("model_type", ["bert", "distilbert", "modernbert"])
-def test_fine_tuning_a_classifier(model_type, tmp_path):
-    """A step lowers the loss, reaches all that is new, is the same with checkpointed layers, and is saved bit for bit."""
+def test_fine_tuning_a_classifier(model_type):
+    """A step lowers the loss, reaches all that is new, and is the same with checkpointed layers."""
     form = {**MATRIX, "per_head": True} if model_type == "distilbert" else {}
     model = converted_encoder(model_type, "ForSequenceClassification", **form)
     rows, mask = padded()
@@ -123,10 +122,6 @@ def test_fine_tuning_a_classifier(model_type, tmp_path):
         for name, p in model.named_parameters():
             p -= 1e-2 * first.get(name, torch.zeros(()))
         assert model(rows, **given).loss < loss
-        model.save_pretrained(tmp_path)
-        loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-        for other in (loaded, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(other(rows, **given).logits, model(rows, **given).logits)
 
 
 @torch.no_grad()

@@ -12,22 +12,11 @@ import mhla_hf
 
 FORMS = {"window": {"salient": 3}, "dense": {"windowed": False, "output_norm": True, "gate": True}}
 
-
-def by_torchao():
-    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    return TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
-
-
-def by_bitsandbytes(**bits):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    return BitsAndBytesConfig(**bits)
-
-
-KINDS = {
-    "quanto": lambda: QuantoConfig(weights="int8"),
-    "torchao": by_torchao,
-    "8-bit": lambda: by_bitsandbytes(load_in_8bit=True),
-    "4-bit": lambda: by_bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+KINDS = {  # a package, and what makes a configuration of it
+    "quanto": ("optimum.quanto", lambda _: QuantoConfig(weights="int8")),
+    "torchao": ("torchao.quantization", lambda package: TorchAoConfig(package.Int8WeightOnlyConfig(version=2))),
+    "8-bit": ("bitsandbytes", lambda _: BitsAndBytesConfig(load_in_8bit=True)),
+    "4-bit": ("bitsandbytes", lambda _: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
 }
 
 
@@ -47,7 +36,8 @@ def quantized(model, config, folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_linear_weights_are_quantized_and_maps_mixing_and_norms_are_not(kind, form, tmp_path):
     """It loses at most twice what the softmax model loses, and saves and loads to the same bits (quanto does not save)."""
-    config = KINDS[kind]()
+    package, configure = KINDS[kind]
+    config = configure(pytest.importorskip(package))
     base = softmax_model(hidden_size=64, intermediate_size=64, head_dim=16, initializer_range=0.05)
     model = shaken(mhla_hf.convert(copy.deepcopy(base), block_size=8, **FORMS[form]))
     _, usual = quantized(base, config, tmp_path / "base")
@@ -56,9 +46,8 @@ def test_linear_weights_are_quantized_and_maps_mixing_and_norms_are_not(kind, fo
     attention, before = loaded.model.layers[1].self_attn, model.model.layers[1].self_attn.mhla
     assert type(attention.q_proj.weight) is not nn.Parameter
     kept = {name: value for name, value in attention.mhla.named_parameters() if name != "gate.weight"}
-    assert {name.split(".")[0] for name in kept} == (
-        {"q_map", "k_map", "mixing", "norm", "gate"} if form == "dense" else set()
-    )
+    parts = {"q_map", "k_map", "mixing", "norm", "gate"} if form == "dense" else set()
+    assert {name.split(".")[0] for name in kept} == parts
     for name, value in kept.items():
         assert type(value) is nn.Parameter and torch.equal(value, before.get_parameter(name))
     assert loaded.generate(tokens(1, 30), max_new_tokens=10).shape == (1, 40)

@@ -29,7 +29,6 @@ def by_hand(core, q, k, v, grid, hidden):
 
 
 def make_core(settings, prefix=0, heads=2, width=5):
-    torch.manual_seed(0)
     core = GridMHLA(settings, num_heads=heads, key_dim=width, value_dim=width, hidden_size=7, prefix=prefix)
     with torch.no_grad():
         for p in core.parameters():

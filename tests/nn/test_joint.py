@@ -84,14 +84,9 @@ def build_joint(case):
     """
     torch.manual_seed(case["seed"])
     dtype, heads, (width, value_width) = case["dtype"], case["heads"], case["widths"]
-    local = {"windowed": True, "window": case["window"]} if case["window"] else {}
-    settings = MHLASettings(
-        mixing_form="direct",
-        sinks=0,
-        impl="torch",
-        **{name: case[name] for name in ("layout", "rope", "per_head", "feature_map")},
-        **local,
-    )
+    drawn = {name: case[name] for name in ("layout", "rope", "per_head", "feature_map")}
+    drawn |= {"windowed": True, "window": case["window"]} if case["window"] else {}
+    settings = MHLASettings(mixing_form="direct", sinks=0, impl="torch", **drawn)
     core = JointMHLA(settings, num_heads=heads, key_dim=width, value_dim=value_width, hidden_size=1)
     core = core.double() if dtype == torch.float64 else core
     core.mixing.balance.data.normal_(case["balance"])

@@ -49,18 +49,6 @@ def test_settings_from_a_file(values, word):
 
 
 @pytest.mark.parametrize(
-    ("values", "core"),
-    [
-        ({}, "matrix"),
-        ({"windowed": True}, "windowed"),
-    ],
-)
-def test_settings_say_which_core_attends(values, core):
-    assert MHLASettings(**values).core == core
-    assert MHLASettings.from_dict(MHLASettings(**values).to_dict()).core == core
-
-
-@pytest.mark.parametrize(
     ("values", "both_ways", "name"),
     [
         ({"normalize": "official"}, False, "normalize"),
@@ -69,11 +57,7 @@ def test_settings_say_which_core_attends(values, core):
         ({"windowed": True, "output_norm": True}, False, "output_norm: got True"),
         ({"windowed": True}, True, "sinks: got 4, expected 0 for a model"),
         ({"windowed": True, "sinks": 0, "salient": 2}, True, "salient: got 2"),
-        (
-            {"windowed": True, "sinks": 0, "softmax_heads": {1: [0]}},
-            True,
-            "softmax_heads: got {'1': [0]}, expected None",
-        ),
+        ({"windowed": True, "sinks": 0, "softmax_heads": {1: [0]}}, True, "softmax_heads: got {'1': [0]}, expected"),
     ],
 )
 def test_settings_that_do_not_suit_a_model_of_sequences(values, both_ways, name):

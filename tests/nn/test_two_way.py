@@ -12,9 +12,8 @@ from mhla_hf.ops.windowed.definition import two_way_reference
 from mhla_hf.ops.windowed.two_way import FarPart
 
 STARTS, ENDS = (0, 7, 3, 12), (19, 19, 11, 12)  # the last row is all padding
-REAL = torch.stack(
-    [(start <= torch.arange(19)) & (end > torch.arange(19)) for start, end in zip(STARTS, ENDS, strict=True)]
-)
+PLACES = torch.arange(19)
+REAL = (torch.tensor(STARTS)[:, None] <= PLACES) & (torch.tensor(ENDS)[:, None] > PLACES)
 
 
 def make_core(window, heads, groups, feature_map="exp"):

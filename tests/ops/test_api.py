@@ -23,9 +23,8 @@ def tensors(blocks, dtype=torch.float32, batch=2, heads=4, groups=2, width=8):
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference", "triton"])
-@pytest.mark.parametrize(
-    "form, normalize", [(form, n) for form in FORMS for n in (True, False) if n or form != "official"]
-)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("form", FORMS)
 def test_dead_features_give_zero_not_nan(form, normalize, impl):
     """relu can kill every feature of a token: 0/0 is 0, and every gradient is finite."""
     options = {"normalize": normalize, **FORMS[form], "impl": impl}
@@ -85,26 +84,22 @@ def test_nothing_of_a_masked_token_leaks(form, impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
-@pytest.mark.parametrize(
-    "blocks, causal, normalize, dtype",
-    [(Blocks.sequence(4, 2), True, False, torch.float16), (Blocks.grid((3, 4), (1, 2)), False, True, torch.bfloat16)],
-)
-def test_output_norm_is_of_the_sum_before_it_is_rounded(dtype, normalize, blocks, causal, impl):
-    """Where fp16 has no such number, and in bf16 for the sake of one rounding instead of two."""
-    x = tensors(blocks, groups=4)
-    x = {**{name: x[name].add(0.5).to(dtype) for name in "qkv"}, "mixing": x["mixing"]}
-    x["v"] = (x["v"] - 1) * (1.2e5 if dtype == torch.float16 else 1)
-    options = {"blocks": blocks, "causal": causal, "normalize": normalize}
+def test_output_norm_is_of_the_sum_before_it_is_rounded(impl):
+    """For the sake of one rounding instead of two; sums that fp16 cannot hold are in `tests/nn/test_core.py`."""
+    options = {"blocks": Blocks.grid((3, 4), (1, 2)), "causal": False}
+    x = tensors(options["blocks"], groups=4)
+    x = {**{name: x[name].add(0.5).bfloat16() for name in "qkv"}, "mixing": x["mixing"]}
+    x["v"] = x["v"] - 1
 
     def normed(q, k, v, mixing, **options):
         o = mhla(q, k, v, mixing, unrounded=True, **options)
         return torch.nn.functional.rms_norm(o, (8,), torch.linspace(0.5, 2.0, 8, dtype=o.dtype), 1e-6).to(v.dtype)
 
-    direction = torch.randn(2, blocks.length, 4, 8).to(dtype)
+    direction = torch.randn(2, 12, 4, 8).bfloat16()
     got, grads = run(normed, x, {**options, "impl": impl}, direction)
     exact = {name: value.double() for name, value in x.items()}
     expected, expected_grads = run(normed, exact, {**options, "impl": "reference"}, direction.double())
-    assert got.dtype == dtype and torch.equal(got, run(normed, x, {**options, "impl": impl})[0])
+    assert got.dtype == torch.bfloat16 and torch.equal(got, run(normed, x, {**options, "impl": impl})[0])
     assert distance(got, expected) < (8e-3 if impl == "triton" else 2e-3)
     for name in "qkv":
         assert distance(grads[name], expected_grads[name]) < 2e-2, name

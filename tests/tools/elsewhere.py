@@ -1,5 +1,4 @@
-"""Run code in an isolated process, offline, where mhla_hf, Triton, and most of their dependencies cannot be
-imported."""
+"""Load models in an isolated process, offline, where mhla_hf, Triton, and most of their dependencies cannot be imported."""
 
 import json
 import os
@@ -51,28 +50,25 @@ print("", json.dumps(found), sep="\\n")  # on a line of its own, also after a qu
 """
 
 
-def run_elsewhere(code, folder, absent=ABSENT, environment=None):
-    """Run code in an isolated process in a folder, and return its last printed line, JSON, and the content of stderr."""
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
-    env |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": os.environ["MKL_CBWR"], "PYTHONDONTWRITEBYTECODE": "1"}
-    prologue = f"import gc, json, os, sys\nabsent = {absent!r}\nsys.modules.update(dict.fromkeys(absent))\n"
-    prologue += "gc.disable()\n"  # it would take a sixth of the time of imports
-    options = {"env": env | (environment or {}), "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    process = subprocess.run([sys.executable, "-c", prologue + code], cwd=folder, **options)
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1]), process.stderr
-
-
-def check_elsewhere(folder, inputs, expected, tolerance=0.0, *, first="", revisions=None, **options):
+def check_elsewhere(
+    folder, inputs, expected, tolerance=0.0, *, first="", revisions=None, absent=ABSENT, environment=None
+):
     """Check that models in a folder load completely in an isolated process, and give the outputs that `expected` has by
     "<source>-<Auto class>". They are saved again in again/<source>. Return the content of stderr.
 
     The source is a folder or a Hub id. " text" after a name stands for what the model generates. `first` is code that runs
-    before, and `options` are those of `run_elsewhere`.
+    before, where `absent` modules are missing and `environment` is added to a bare one.
     """
     save_file(inputs, folder / "inputs.safetensors")
     save_file({name: x.contiguous().clone() for name, x in expected.items()}, folder / "expected.safetensors")
-    code = COMPARE % (revisions or {}, str(Path(__file__).parents[1]), tolerance)
-    (different, forbidden), printed = run_elsewhere(first + code, folder, **options)
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    env |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": os.environ["MKL_CBWR"], "PYTHONDONTWRITEBYTECODE": "1"}
+    code = f"import gc, json, os, sys\nabsent = {absent!r}\nsys.modules.update(dict.fromkeys(absent))\n"
+    code += "gc.disable()\n"  # it would take a sixth of the time of imports
+    code += first + COMPARE % (revisions or {}, str(Path(__file__).parents[1]), tolerance)
+    options = {"env": env | (environment or {}), "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    process = subprocess.run([sys.executable, "-c", code], cwd=folder, **options)
+    assert process.returncode == 0, process.stderr[-3000:]
+    different, forbidden = json.loads(process.stdout.splitlines()[-1])
     assert not different and not forbidden, (different, forbidden)
-    return printed
+    return process.stderr

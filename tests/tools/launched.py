@@ -1,19 +1,20 @@
-"""Start several CPU processes: `accelerate launch -m mhla_hf.cli.main`, which may be killed, or forks of a test."""
+"""Start CPU processes: `accelerate launch -m mhla_hf.cli.main`, which may be killed, forks of a test, or a server."""
 
+import contextlib
 import datetime
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import yaml
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from mhla_hf.cli.main import main
@@ -63,14 +64,18 @@ def launch(place, setup, processes, *arguments, seconds=120, script=None):
 
 def fork_launched(place, setup, count, *arguments):
     """Run mhla_hf in `count` forks of this process, each with the environment that `accelerate launch` would give it."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
     options = launch_command_parser().parse_args(list(map(str, command_of(place, setup, count)[4:])))
-    fork(run_main, count, place, prepare_multi_gpu_env(_validate_launch_command(options)[0]), arguments)
+    environment = prepare_multi_gpu_env(_validate_launch_command(options)[0])
 
+    def run_main(rank):
+        os.environ.update(environment)
+        os.chdir(place)
+        assert main(list(arguments)) == 0
 
-def run_main(rank, place, environment, arguments):
-    os.environ.update(environment)
-    os.chdir(place)
-    assert main(list(arguments)) == 0
+    fork(run_main, count)
 
 
 def ranks(process):
@@ -94,6 +99,35 @@ def kill(place, setup, processes, is_time, last_only, *arguments, seconds=120, s
     return time.monotonic() - killed_at
 
 
+@contextlib.contextmanager
+def serving(command, **options):
+    """Run the command that `command(port)` returns, and yield the address of its server as soon as that is healthy."""
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        port = one.getsockname()[1]
+    server = subprocess.Popen(command(port), start_new_session=True, **options)
+    try:
+        for _ in range(480):  # at most eight minutes
+            assert server.poll() is None
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5)
+                break
+            time.sleep(1)
+        yield f"http://localhost:{port}/v1"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def ask(address, **body):
+    """Return what a server answers to a request, as JSON; the list of its events if it is a stream."""
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        text = answer.read().decode()
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return events or json.loads(text)
+
+
 def compare(one, other, bound=1e-5):
     """Check that two finished runs have the same losses, gradient norms, and weights."""
     histories = [json.loads((folder / "train.json").read_text())["history"] for folder in (one, other)]
@@ -115,15 +149,15 @@ def fork(function, count, *arguments):
     listener = dist.TCPStore("127.0.0.1", 0, is_master=True)
     port = listener.port
     del listener
-    torch.multiprocessing.start_processes(joined, (function, count, port, arguments), nprocs=count, start_method="fork")
 
+    def joined(rank):
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+        function(rank, *arguments)
+        dist.barrier()
+        dist.destroy_process_group()
 
-def joined(rank, function, count, port, arguments):
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout=datetime.timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    function(rank, *arguments)
-    dist.barrier()
-    dist.destroy_process_group()
+    torch.multiprocessing.start_processes(joined, nprocs=count, start_method="fork")

@@ -165,10 +165,7 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def user(self):
-        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if token not in ("", TOKEN):
-            raise Refused(401, "Invalid credentials in Authorization header")
-        return USER if token else None
+        return USER if self.headers.get("Authorization") == f"Bearer {TOKEN}" else None
 
     @property
     def query(self):
@@ -286,8 +283,6 @@ def lfs_batch(request, body, repo):
 
 @route("PUT", f"/storage/{REPO}/(?P<oid>[0-9a-f]{{64}})")
 def store(request, body, repo, oid):
-    if hashlib.sha256(body).hexdigest() != oid:
-        raise Refused(400, "BadDigest: the content does not match its sha256")
     request.hub.repos[repo].lfs[oid] = body
     return {}
 

@@ -6,22 +6,15 @@
 import functools
 import os
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from mhla_hf.ops.api import mhla
 from mhla_hf.ops.blocks import Blocks
-from mhla_hf.ops.triton.tuning import INTERPRETED
 from mhla_hf.ops.windowed.options import WindowedOptions
 
 mhla_reference = functools.partial(mhla, impl="reference")
-DEVICE = "cpu" if INTERPRETED else "cuda"
-KERNELS = [  # marks of test files that run kernels
-    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"),
-    pytest.mark.usefixtures("poisoned"),
-]
 FORMS = ("causal", "starts", "packed", "grid", "cross", "official")
 HEADS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]  # query heads per KV head, and KV heads
 
@@ -180,16 +173,6 @@ def run(function, tensors, options, direction=None):
         return o, {}
     grads = torch.autograd.grad(o, list(inputs.values()), direction.to(o.dtype), allow_unused=True)
     return o.detach(), dict(zip(inputs, grads, strict=True))
-
-
-def features(batch, tokens, heads=2, groups=1, width=8, value_width=12, dtype=torch.float32):
-    shapes = ((heads, width), (groups, width), (groups, value_width))
-    return [torch.rand(batch, tokens, *shape, device=DEVICE).to(dtype) for shape in shapes]
-
-
-def direction_for(tensors, case):
-    generator = torch.Generator().manual_seed(case["seed"] + 1)
-    return torch.randn(*tensors["q"].shape[:3], tensors["v"].shape[3], generator=generator, dtype=torch.float64)
 
 
 @torch.no_grad()

@@ -33,12 +33,10 @@ def images(out):
     mhla_hf.distill(classifier(), out=out, data=data, test=test, processor=GRAY, stages=stages, **RUN)
 
 
-KINDS = {
-    "dit": lambda out: diffusion(out, "dit", [32, 32]),
-    "wan": lambda out: diffusion(out, "wan", [9, 64, 80]),
-    "images": images,
-}
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    KINDS[sys.argv[1]](sys.argv[2])
+    kind, out = sys.argv[1:]
+    if kind == "images":
+        images(out)
+    else:
+        diffusion(out, kind, [32, 32] if kind == "dit" else [9, 64, 80])

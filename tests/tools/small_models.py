@@ -1,7 +1,6 @@
 """Small language models of each family with fixed random weights."""
 
 import contextlib
-import functools
 
 import pytest
 import torch
@@ -111,6 +110,3 @@ MODELS = {
     "olmo2-all": lambda: converted_model("olmo2", per_head=True, feature_map="exp"),
     "mixtral-hybrid": lambda: converted_model("mixtral", layers="2/3"),
 }  # fmt: skip
-for family in FAMILIES:
-    if not any(name.startswith(family) for name in MODELS):
-        MODELS[family] = functools.partial(converted_model, family, "2/3")

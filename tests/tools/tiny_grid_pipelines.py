@@ -15,11 +15,6 @@ from PIL import Image
 from tools.tiny_pipelines import embedding, flow, image_vae, of_parts, t5, tiny_transformer
 
 
-def two_texts():
-    """Return two text encoders of another kind, for pipelines that are called with embeddings of prompts (`CALLS`)."""
-    return {**t5(), **{f"{name}_2": part for name, part in t5().items()}}
-
-
 def ltx_vae():
     """Return an autoencoder that has an eighth of the width and of the frames, less one."""
     torch.manual_seed(2)
@@ -30,10 +25,11 @@ def ltx_vae():
 
 
 def flux_pipeline() -> diffusers.FluxPipeline:
+    """Return a pipeline that is called with embeddings of prompts (`CALLS`): its text encoders are of another kind."""
     vae = image_vae()
     vae.register_to_config(shift_factor=0.0)
-    transformer = tiny_transformer("flux", in_channels=16)
-    return diffusers.FluxPipeline(**two_texts(), vae=vae, scheduler=flow(), transformer=transformer)
+    parts = {"vae": vae, "scheduler": flow(), "transformer": tiny_transformer("flux", in_channels=16), **t5()}
+    return diffusers.FluxPipeline(**parts, **{f"{name}_2": part for name, part in t5().items()})
 
 
 def kontext_pipeline() -> diffusers.FluxKontextPipeline:

@@ -61,12 +61,6 @@ def joint_size(family, frames=3, rows=4, columns=5):
     return (frames, *size) if family in VIDEOS else size
 
 
-def image_positions(height, width):
-    """Positions of the tokens of an image, in the form of Flux."""
-    places = torch.cartesian_prod(torch.arange(height), torch.arange(width))
-    return torch.cat([torch.zeros(len(places), 1), places], 1)
-
-
 def image_sequence(family, sizes, noise):
     """Arguments of a transformer for one image and those that it is an edit of, one after the other."""
     parts = [JOINT_ARGUMENTS[family](size, noise) for size in sizes]
@@ -85,7 +79,9 @@ def image_sequence(family, sizes, noise):
 
 def flux(size, noise):
     tokens = {"hidden_states": noise(size[0] * size[1], 8), "encoder_hidden_states": noise(6, 32)}
-    return {**tokens, "img_ids": image_positions(*size), "txt_ids": torch.zeros(6, 3)}
+    places = torch.cartesian_prod(*map(torch.arange, size)).float()
+    positions = {"img_ids": torch.nn.functional.pad(places, (1, 0)), "txt_ids": torch.zeros(6, 3)}
+    return {**tokens, **positions}
 
 
 def chroma(size, noise):

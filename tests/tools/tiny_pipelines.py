@@ -120,13 +120,11 @@ def wan_vae():
     return diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, **kind).eval()
 
 
-def image_vae(levels: int = 2):
+def image_vae():
     torch.manual_seed(2)
-    kind = {"block_out_channels": (4,) * levels, "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
-    down, up = ("DownEncoderBlock2D",) * levels, ("UpDecoderBlock2D",) * levels
-    return diffusers.AutoencoderKL(
-        down_block_types=down, up_block_types=up, mid_block_add_attention=False, **kind
-    ).eval()
+    kind = {"block_out_channels": (4, 4), "norm_num_groups": 2, "latent_channels": 4, "layers_per_block": 1}
+    kind |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    return diffusers.AutoencoderKL(**kind, mid_block_add_attention=False).eval()
 
 
 def sana_vae():
@@ -199,7 +197,12 @@ CALLS = {
         **{f"{name}prompt_cu_seqlens": torch.tensor([0, 6], dtype=torch.int32) for name in ("", "negative_")},
     },
     "AllegroPipeline": {
-        **{**BARE, **MASKS, "width": 80, "num_frames": 12, "negative_prompt": None, "clean_caption": False},
+        **BARE,
+        **MASKS,
+        "width": 80,
+        "num_frames": 12,
+        "negative_prompt": None,
+        "clean_caption": False,
     },
     "HunyuanDiTPipeline": {
         **{**BARE, **texts("prompt_embeds", 5, 32), **texts("prompt_embeds_2", 6, 32)},

@@ -59,10 +59,6 @@ def engine(folder, **options):
         cleanup_dist_env_and_memory()
 
 
-def scheduler_of(llm):
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
 def greedy(count, with_prompt=True):
     """Return parameters for `count` tokens by greedy decoding, with log-probabilities of them and of the prompt."""
     from vllm import SamplingParams
@@ -87,7 +83,6 @@ def largest_error(model, outputs):
         expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         parts = [*zip(output.prompt_logprobs[1:], prompt[1:], strict=True)] if output.prompt_logprobs else []
         parts += zip(output.outputs[0].logprobs, new, strict=True)
-        errors.append(
-            (torch.tensor([part[token].logprob for part, token in parts]) - expected[-len(parts) :]).abs().max()
-        )
+        found = torch.tensor([part[token].logprob for part, token in parts])
+        errors.append((found - expected[-len(parts) :]).abs().max())
     return max(errors).item()

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from tools.small_models import VOCAB
-from tools.vllm_engine import answer, engine, greedy, largest_error, save_converted, scheduler_of
+from tools.vllm_engine import answer, engine, greedy, largest_error, save_converted
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
 pytestmark = pytest.mark.slow
@@ -14,7 +14,6 @@ LENGTHS = (1, 63, 64, 65, 127, 128, 511, 513, 1300)
 HEADS = {"softmax_heads": {0: [1], 2: [0]}}
 MODELS = {
     "llama": ("llama", "all", {}),
-    "llama-layers": ("llama", [0, 2], {}),
     "llama-heads": ("llama", [0, 2, 3], HEADS),
     "llama-window": ("llama", [0, 2, 3], {**HEADS, "salient": 0}),
     "qwen3-heads": ("qwen3", "all", HEADS),
@@ -69,7 +68,8 @@ def test_any_length_in_any_chunks(by_heads, budget, at_once):
 
 def come_and_go(llm, prompts, source):
     """Send requests at random moments and abort some of them; return the finished ones and the number of preemptions."""
-    scheduler, waiting, running, finished, preempted = scheduler_of(llm), [*enumerate(prompts)], [], [], set()
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    waiting, running, finished, preempted = [*enumerate(prompts)], [], [], set()
     while waiting or llm.llm_engine.has_unfinished_requests():
         if waiting and source.random() < 0.5:
             index, prompt = waiting.pop()
@@ -104,20 +104,6 @@ def test_the_same_prompts_twice(by_heads, options):
             outputs = answer(llm, make_prompts([700, 900, 1100]), 8, with_prompt=False)
             assert largest_error(model, outputs) < 1e-4
             assert all(output.num_cached_tokens == 0 for output in outputs)
-
-
-def test_pages_that_hold_anything(tmp_path, monkeypatch):
-    folder, model = save_converted(tmp_path / "model", **HEADS)
-
-    def fill_blocks(self, block_ids):
-        for cache in self.kv_caches:
-            cache[block_ids] = 63 if cache.dtype == torch.int8 else 0.7  # as bytes of fp32, 0.7
-
-    # vLLM clears the pages that it hands out.
-    monkeypatch.setattr("vllm.v1.worker.cpu_model_runner.CPUModelRunner._zero_block_ids", fill_blocks)
-    with engine(folder, max_num_batched_tokens=256, max_num_seqs=2) as llm:
-        outputs = answer(llm, make_prompts([300, 1, 1, 1]), 60)
-    assert largest_error(model, outputs) < 1e-4
 
 
 @pytest.mark.parametrize("layers", ["all", [0, 2]])

@@ -97,7 +97,8 @@ def test_a_compiled_step_is_as_any_other_and_has_two_graphs(heads_per_page, monk
         pages, "compiled_attend_pages", torch.compile(pages.attend_pages, dynamic=True, backend=counter)
     )
     requests = Requests(KINDS["salient"], heads_per_page)
-    pages.warm_up(requests.attention.pool.layout, requests.attention.options, HEADS // KV_HEADS)
+    pool, options = requests.attention.pool, requests.attention.options
+    pages.warm_up(pool.layout, options, HEADS // KV_HEADS, torch.device("cpu"))
     assert counter.frame_count == 2
     requests.attention.is_compiled = True
     assert play(requests, random.Random(1)).max() < 1e-9

@@ -122,7 +122,7 @@ class MHLAAttnProcessor(GridAttnProcessor):
         rotary_emb_kv: Any = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend over the whole grid, or this process's tokens of it: [B, T, C] -> [B, T, C].
+        """Attend over the whole grid by its T tokens or, in context parallelism, this process's: [B, T, C] -> [B, T, C].
 
         `perturbation_mask` [B, 1, 1] is the fraction of attention in the output, the rest is v; `all_perturbed` says whether
         all of it is 0 (LTX-2). In self-attention, `key_rotary_emb` is None, and `rotary_emb_kv` is `rotary_emb`.
@@ -261,7 +261,7 @@ def text_masks(
         mask = mask.roll(num_text, -1)
         mask = mask if mask.shape[2] == 1 else mask.roll(num_text, 2)
     of_grid = mask[:, :, -1:, :num_text]
-    if mask.dtype != torch.bool:  # added to the scores, where the keys of the grid get 0
+    if mask.dtype != torch.bool:  # shifted so that keys of the grid, to which MHLA adds no mask, get 0
         of_grid = of_grid - mask[:, :, -1:, -1:]
     return of_grid, mask[:, :, :num_text]
 

@@ -116,7 +116,7 @@ class MHLATransformerMixin:
         """
         if cp_plan is not None:
             raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
-        if self._cp_plan is None:  # an error of diffusers
+        if self._cp_plan is None:  # then diffusers raises an error
             return super().enable_parallelism(config=config)  # type: ignore[misc]
         if not hasattr(self, "blocks"):  # LTX: stock splits the tokens of text and audio, too
             raise ValueError(f"model: got {type(self).__name__}, expected a model of Wan for context parallelism.")
@@ -196,7 +196,9 @@ class MHLAProcessorsMixin:
 
         A processor for an MHLA layer is used only while `use_base_attention` is enabled, and only if it has no weights.
         """
-        if isinstance(processor, dict) and processor.keys() != self.attn_processors.keys():  # an error of diffusers
+        if (
+            isinstance(processor, dict) and processor.keys() != self.attn_processors.keys()
+        ):  # then diffusers raises an error
             return super().set_attn_processor(processor)  # type: ignore[misc]
         mhla_processors = {name: current for name, current in self.attn_processors.items() if holds_mhla(current)}
         processors = processor if isinstance(processor, dict) else dict.fromkeys(self.attn_processors, processor)

@@ -61,7 +61,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
-        """Return the sizes of the replaced layer: transformers may size the masks of others by them."""
+        """Return KV length and offset as the replaced layer would: transformers may size other layers' masks by them."""
         return (self.seen_tokens + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

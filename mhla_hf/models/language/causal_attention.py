@@ -113,12 +113,12 @@ class MatrixMixer:
 
 
 class SoftmaxMixer(MatrixMixer):
-    """Adds softmax, in heads that keep it and where it is exact; layers whose core has a matrix use neither."""
+    """Adds the base's softmax: in the heads that keep it, and in all while no token is dropped; without a mixing matrix."""
 
     def attend_with_softmax(
         self: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], softmax_options: dict[str, Any]
     ) -> Tensor:
-        """Attend by softmax in the heads that keep it and by MHLA in the others; by softmax in all if nothing is far.
+        """Attend by softmax in the heads that keep it and by MHLA in the others; by softmax in all if `softmax_is_exact`.
 
         Shapes are those of `mhla_attention`. `options` go to the MHLA core, `softmax_options` to the attention function.
         """
@@ -147,7 +147,7 @@ class SoftmaxMixer(MatrixMixer):
 
 
 def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether the base's own attention gives the output of all new tokens, because nothing is far from them."""
+    """Return whether the base's own attention gives the output of all new tokens, because they see all earlier ones."""
     softmax, core = getattr(attention, "softmax_heads", None), attention.mhla
     if not isinstance(softmax, SoftmaxHeads) or torch.compiler.is_compiling():  # vLLM has another class
         return False

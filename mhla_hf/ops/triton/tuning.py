@@ -22,8 +22,8 @@ except ImportError:
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 CHUNK = 64  # tokens per tile; causal blocks are quadratic within one
 MAX_HEAD_WIDTH = 256
-# Kernel parameters that vary with the length or the number of heads. For values that are 1 or divisible by 16, Triton would
-# compile a kernel again.
+# Kernel parameters on which Triton must not specialize: lengths, strides of the mixing matrix, and some ratios of numbers of
+# heads. For values that are 1 or divisible by 16, it would compile a kernel again.
 LENGTH_PARAMETERS = frozenset((
     "num_tokens", "block_size", "span", "num_parts", "num_blocks", "num_columns", "mixing_head_stride",
     "mixing_row_stride", "queries_per_kv", "sources_per_head", "heads_per_sum",

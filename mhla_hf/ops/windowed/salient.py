@@ -58,7 +58,7 @@ class KeyLists(NamedTuple):
     block: Tensor  # int64 [B or 1, M], the index of each block in its sequence
     near: Tensor  # int64 [B or 1, M, S + window * C], the places of sinks and window
     is_near: Tensor  # bool, likewise, which of them are keys
-    is_full: bool  # whether all are keys from the `window`-th block on, and rows begin with the run
+    is_full: bool  # whether rows begin with the run of new tokens, without padding
 
     def rows(self, near: Tensor, num_kv_heads: int) -> Tensor:
         """Turn places [B or 1, G or 1, m, L] into rows of the flattened k and v, [B * m, G, L]."""
@@ -151,14 +151,22 @@ def salient_attention(
     q, k, v = (resize_tokens(x, length) for x in (q, k, v))
     if not is_full:
         k, v = (x.masked_fill(~valid[:, :, None, None], 0) for x in (k, v))
-    place = torch.arange(-(options.window - 1) * size, length, device=q.device)[None]
-    sinks = (torch.arange(len(block), device=q.device) - block)[:, None] * size
-    sinks = sinks + torch.arange(options.sinks, device=q.device)  # [M, S]
-    keys = list_keys(k, v, place, valid, sinks[None], block[None], options, is_full)
+    keys = list_sequences(k, v, valid, block, options, is_full)
     with torch.no_grad():
         chosen = choose_salient(q, valid.expand(len(q), -1), keys, options)
     o = attend_to_lists(q, keys, chosen, options)
     return aligned.tokens.take_back(resize_tokens(o, num_tokens))
+
+
+def list_sequences(
+    k: Tensor, v: Tensor, valid: Tensor, block: Tensor, options: WindowedOptions, is_full: bool
+) -> KeyLists:
+    """List the keys of M blocks of sequences that begin among k and v [B, M * C, G, ...]; see `list_keys`."""
+    size, device = options.block_size, k.device
+    place = torch.arange((1 - options.window) * size, len(block) * size, device=device)[None]
+    sinks = (torch.arange(len(block), device=device) - block)[:, None] * size
+    sinks = sinks + torch.arange(options.sinks, device=device)  # [M, S]
+    return list_keys(k, v, place, valid, sinks[None], block[None], options, is_full)
 
 
 def list_keys(
@@ -287,7 +295,7 @@ def choose_by_votes(
     rank = rank_tokens(votes, position[:, None], is_candidate[:, None])
     for number in range(1, num_blocks):
         if number >= window or not keys.is_full:
-            if start is not None:  # votes for earlier blocks are counted already
+            if start is not None:  # tokens that left in earlier blocks are in `start.rank`
                 is_new = block[:, number] > start.block[:, 0]
             else:
                 is_new = block[:, number] >= window

@@ -25,6 +25,7 @@ from .salient import (
     choose_salient,
     count_votes,
     list_keys,
+    list_sequences,
     position_of,
     rank_tokens,
     voting_places,
@@ -93,10 +94,10 @@ def plan_salient_step(
 
 @dataclass
 class SalientState(RowState):
-    """The decoder state of B rows: sinks, a ring of `window + 1` blocks, and N salient tokens per KV head.
+    """The decoder state of B rows: S slots (sinks, and a ring of `window + 1` blocks) and N salient tokens per KV head.
 
-    The salient tokens come after the slots in k and v. Tokens of the block that left the window are in the ring, and visible
-    if they are among the N best, until a step has compared them with the kept ones.
+    k and v have the slots first. When a block leaves the window, its tokens stay in the ring until steps have compared them
+    with the salient ones; until then, those among the N best of both are visible.
     """
 
     block_size: int  # tokens per block, C
@@ -107,7 +108,7 @@ class SalientState(RowState):
     valid: Tensor  # bool [B, S], the slots of sinks and ring that hold a token
     rank: Tensor  # int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot
     cast: Tensor  # int32 [B, G, C], the votes so far for the oldest block in the window of the last token
-    final: Tensor  # int32 [B, G, C], likewise for the block that has left it; -1 for tokens that cannot be salient
+    final: Tensor  # int32 [B, G, C], likewise for the block that has left it; -1 for tokens that were compared or are sinks
 
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
@@ -170,7 +171,7 @@ class SalientState(RowState):
 
 def continue_salient(
     q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, *, starts: Tensor | None = None,
-    fresh: bool = False, attends: bool = True, plan: "SalientStep | EagerStep | None" = None,
+    fresh: bool = False, plan: "SalientStep | EagerStep | None" = None,
 ) -> Tensor:  # fmt: skip
     """Compute `salient_attention` for T new tokens of every row from the state of earlier tokens, and update the state.
 
@@ -181,7 +182,6 @@ def continue_salient(
         state: The state; changed in place.
         starts: int64 [B], index of the first real token among the new ones of each row.
         fresh: Whether the state is empty, so that it need not be read.
-        attends: Whether to compute outputs; if not, only the state is updated, and the result is empty.
         plan: The plan of the step of a single token, if another layer has made it already.
 
     Returns:
@@ -192,13 +192,9 @@ def continue_salient(
         if isinstance(plan, EagerStep):
             return eager_step(q, k, v, state, options, plan)
         return salient_step(q, k, v, state, options, plan)
+    if fresh and starts is None and not torch.compiler.is_compiling():
+        return start_salient(q, k, v, state, options)
     batch, num_tokens, size, window = *q.shape[:2], options.block_size, options.window
-    is_full, o = fresh and starts is None and not torch.compiler.is_compiling(), v.new_empty(0)
-    if is_full and num_tokens <= options.tokens_before_drop:
-        o, attends = causal_softmax(q, k, v, options.scale) if attends else o, False
-    if is_full and num_tokens <= (window - 1) * size:  # no token has voted or left
-        state.fill(k, v, options.sinks)
-        return o
     num_slots, before = state.valid.shape[1], state.position.clone()
     padding = torch.zeros_like(before) if starts is None else starts.to(q.device)
     is_key = torch.arange(num_tokens, device=q.device) >= padding[:, None]
@@ -212,34 +208,47 @@ def continue_salient(
     place = places.find(first + torch.arange((1 - window) * size, num_blocks * size, device=q.device))
     sinks = places.find(torch.arange(options.sinks, device=q.device).expand(batch, -1))[:, None]
     valid = is_key
-    if not is_full:
-        k, v = (x.masked_fill(~is_key[:, :, None, None], 0) for x in (k, v))
+    k, v = (x.masked_fill(~is_key[:, :, None, None], 0) for x in (k, v))
     if not fresh:
         valid = torch.cat([state.valid, is_key.new_zeros(batch, options.salient), is_key], 1)
         k, v = (torch.cat([held.transpose(1, 2), x.to(held.dtype)], 1) for held, x in ((state.k, k), (state.v, v)))
-    keys = list_keys(k, v, place, valid, sinks, block, options, is_full)
+    keys = list_keys(k, v, place, valid, sinks, block, options, is_full=False)
     source, inverse = places.move_new(first, num_blocks * size)
-    is_voter = take_tokens(is_key, source)
-    if is_full:
-        q = resize_tokens(q, num_blocks * size)
-    else:
-        q = MoveTokens.apply(q, source, inverse)
-        position = first + torch.arange(num_blocks * size, device=q.device)
-        is_voter = is_voter & (position >= state.furthest[:, None])
+    position = first + torch.arange(num_blocks * size, device=q.device)
+    is_voter = take_tokens(is_key, source) & (position >= state.furthest[:, None])
+    q = MoveTokens.apply(q, source, inverse)
     with torch.no_grad():
         chosen = choose_salient(q, is_voter, keys, options, None if fresh else state.start(options))
-    if attends:
-        o = attend_to_lists(q, keys, chosen, options)
-        o = resize_tokens(o, num_tokens) if is_full else MoveTokens.apply(o, inverse, source)
+    o = attend_to_lists(q, keys, chosen, options)
     with torch.no_grad():
         write_salient(state, chosen, keys, before + num_tokens - padding, options)
-        if is_full:
-            state.fill(k, v, options.sinks)
-        else:
-            for held, x in ((state.k, keys.k), (state.v, keys.v)):
-                places.write(held[:, :, :num_slots].transpose(1, 2), x.transpose(1, 2))
-            places.write(state.valid, valid)
-            state.position.add_(num_tokens - padding)
+        for held, x in ((state.k, keys.k), (state.v, keys.v)):
+            places.write(held[:, :, :num_slots].transpose(1, 2), x.transpose(1, 2))
+        places.write(state.valid, valid)
+        state.position.add_(num_tokens - padding)
+    return MoveTokens.apply(o, inverse, source)
+
+
+def start_salient(
+    q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, attends: bool = True
+) -> Tensor:
+    """Compute `continue_salient` for rows without padding, whose state is empty; unless it `attends`, only the state."""
+    num_tokens, size, o = q.shape[1], options.block_size, v.new_empty(0)
+    if attends and num_tokens <= options.tokens_before_drop:
+        o, attends = causal_softmax(q, k, v, options.scale), False
+    if num_tokens > (options.window - 1) * size:  # otherwise no token has voted or left
+        block = torch.arange((num_tokens + size - 1) // size, device=q.device)
+        length = len(block) * size
+        valid = torch.arange(length, device=q.device)[None] < num_tokens
+        queries, keys_of_run, values_of_run = (resize_tokens(x, length) for x in (q, k, v))
+        keys = list_sequences(keys_of_run, values_of_run, valid, block, options, is_full=True)
+        with torch.no_grad():
+            chosen = choose_salient(queries, valid.expand(len(q), -1), keys, options)
+        if attends:
+            o = resize_tokens(attend_to_lists(queries, keys, chosen, options), num_tokens)
+        with torch.no_grad():
+            write_salient(state, chosen, keys, state.position + num_tokens, options)
+    state.fill(k, v, options.sinks)
     return o
 
 

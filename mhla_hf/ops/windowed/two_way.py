@@ -141,7 +141,7 @@ def far_denominator(far: Tensor) -> Tensor:
 
 
 def take_window(x: Tensor, options: WindowedOptions, begin: int, end: int) -> Tensor:
-    """Return the tokens in the windows of some blocks: [B, M * C, G, D] -> [B, G, tokens, D], with zeros beyond the row."""
+    """Return the tokens in the windows of blocks `begin` to `end`: [B, M * C, G, D] -> [B, G, L, D], zeros for none."""
     reach = options.window - 1
     first, last = (begin - reach) * options.block_size, (end + reach) * options.block_size
     inside = x[:, max(first, 0) : last].transpose(1, 2)

@@ -67,12 +67,10 @@ def compile_only(found):
     driver.set_active(Chips())
 
 
-def call(blocks, widths, causal, normalize, *, dtype=torch.bfloat16, heads=2, groups=2, batch=2, **padding):
+def call(blocks, widths, causal, normalize, *, batch=2, **padding):
     """All launches of a forward and a backward pass."""
-    q, k, v = (
-        torch.zeros(batch, blocks.length, h, width, dtype=dtype)
-        for h, width in ((heads, widths[0]), (groups, widths[0]), (groups, widths[1]))
-    )
+    shape, dtype = (batch, blocks.length, 2), torch.bfloat16
+    q, k, v = (torch.zeros(*shape, width, dtype=dtype) for width in (widths[0], *widths))
     mixing, cut = torch.zeros(blocks.num_blocks, blocks.num_blocks), blocks_as_numbers(blocks)
     places = [padding.get(name) for name in ("key_mask", "starts", "edges")]
     rest = (*places, cut, cut, causal, normalize, 1.0, dtype)

@@ -45,14 +45,10 @@ def check_definition(tensors, options, padding, enlarged=None):
 
 
 @pytest.mark.parametrize(("size", "window"), [(5, 2), (40, 2), (6, 1), (64, 1), (3, 9)])
-@pytest.mark.parametrize(
-    "padding",
-    [{}, {"starts": torch.tensor([0, 29])}, {"key_mask": torch.arange(83).expand(2, 83) % 7 != 3}],
-    ids=["none", "left", "holes"],
-)
-def test_forward_and_gradients_equal_the_definition(size, window, padding):
+def test_forward_and_gradients_equal_the_definition(size, window):
+    """Without padding, which generated cases have."""
     options = WindowedOptions(block_size=size, window=window, sinks=0, scale=0.5)
-    check_definition(problem(), options, padding)
+    check_definition(problem(), options, {})
 
 
 @generated(100)
@@ -82,9 +78,8 @@ def test_a_token_with_no_key_but_distant_ones_has_no_output():
     far, is_key = FarPart(*features, log_decay * 20, balance), (torch.arange(83) < 5).expand(2, 83)
     o = two_way_attention(q, k, v, far, OPTIONS, key_mask=is_key)
     assert o.isfinite().all() and (o[:, -5:, 2:] == 0).all()
-    assert all(
-        x.isfinite().all() for x in torch.autograd.grad(o[:, :5].sum(), (q, k, v, *features, log_decay, balance))
-    )
+    grads = torch.autograd.grad(o[:, :5].sum(), (q, k, v, *features, log_decay, balance))
+    assert all(x.isfinite().all() for x in grads)
 
 
 def test_a_second_derivative_is_refused():
