@@ -290,7 +290,7 @@ CACHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "family"), itertools.product(CACHES, ["wan", "ltx", "flux"]))
+@pytest.mark.parametrize(("name", "family"), [*itertools.product(CACHES, ["wan", "ltx", "flux"])])
 def test_caches_skip_mhla_layers_and_leave_nothing(name, family):
     pipe = mhla_hf.convert({**PIPELINES, **GRID_PIPELINES}[family](), layers="all")
     calls = []
