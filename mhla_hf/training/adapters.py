@@ -3,7 +3,7 @@
     mhla_hf.save_adapter(model, "llama-mhla-adapter")              # with `base`, also what distillation changed, as LoRA
     peft_model = mhla_hf.load_adapter(base, "llama-mhla-adapter")  # base: the softmax model or a fine-tune
 
-A loaded adapter is a `PeftModel`, so `set_adapter`, `merge_and_unload` and several adapters side by side work as in PEFT.
+A loaded adapter is a `PeftModel`: `set_adapter`, `merge_and_unload`, and several adapters work as in PEFT.
 """
 
 import copy
@@ -87,9 +87,7 @@ def save_adapter(
     config: Any = getattr(converted, "config", None)
     if getattr(config, "mhla", None) is None or (not is_peft_model and hasattr(model, "peft_config")):
         got = type(model).__name__ + (" with adapters" if hasattr(model, "peft_config") else "")
-        raise TypeError(
-            f"model: got {got}, expected a converted model, or a PeftModel that holds one and its adapters."
-        )
+        raise TypeError(f"model: got {got}, expected a converted model, or a PeftModel of one with its adapters.")
     if is_peft_model and base is not None:
         raise ValueError(f"base: got {type(base).__name__} with a PeftModel, expected None; its own LoRA is saved.")
     if not is_whole(rank, 1):

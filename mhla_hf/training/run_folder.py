@@ -1,8 +1,8 @@
 """The folders of a training run, which survive a killed process.
 
 A finished run creates `<out>` by one rename. Until then, `<out>.state/` has the states `step-N/`, `runs/`, `previews/`, a
-lock, and `unfinished/`, where everything is written before it is renamed; a nonempty state folder without it is refused. In
-each state, `run.json` identifies the run, so that no other resumes from it, and has a checksum of every file.
+lock, and `unfinished/`, where everything is written before it is renamed; a nonempty folder without it is refused. In each
+state, `run.json` identifies the run, so that no other resumes from it, and has a checksum of every file.
 """
 
 import contextlib
