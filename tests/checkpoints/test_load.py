@@ -83,6 +83,7 @@ DAMAGED = {  # config.json, and what is said of it
     "[1, 2]": "config.json: got list, expected a JSON object",
     '{"model_type": ["llama"]}': "model_type in config.json: got ['llama'], expected a name",
     '{"model_type": "llama", "architectures": "Llama"}': "got 'Llama', expected a list of names",
+    '{"model_type": "llama", "rms_norm_eps": "x"}': "field 'rms_norm_eps'",
     '{"model_type": "llama", "num_hidden_layers": 10000000}': "num_hidden_layers in config.json: got 10000000, expected at",
     '{"model_type": "gpt2", "n_layer": 10000000}': "n_layer in config.json: got 10000000, expected at most 10000",
     '{"model_type": "mhla_llama", "mhla": [1]}': "mhla: got list, expected a dictionary of settings",
