@@ -261,15 +261,17 @@ def cast_votes(
     mask = make_mask((is_near[:, :, None] & seen).repeat(1, 1, q.shape[2], 1).flatten(0, 1)[:, None], q.dtype)
     if len(is_near) < batch:
         mask = mask.repeat(batch, 1, 1, 1)
-    _, lse = softmax_forward(q.flatten(2, 3), k, k, mask, options.scale)
+    q = q.flatten(2, 3)
+    _, lse = softmax_forward(q, k, k, mask, options.scale)
     voted = slice(options.sinks, options.sinks + size)
     is_vote = is_voter[..., None] & is_near[:, :, None, voted]
     is_vote = is_vote & (keys.block >= options.window - 1)[:, begin:end, None, None]
     if options.window == 1:
         is_vote = is_vote & earlier
     is_vote = is_vote.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
-    score = (q.to(lse.dtype) @ k[:, :, None, voted].to(lse.dtype).mT) * options.scale
-    votes = count_votes(score, lse.unflatten(2, (q.shape[2], -1)), is_vote)
+    score = (q.to(lse.dtype) @ k[:, :, voted].to(lse.dtype).mT) * options.scale
+    groups = (-1, is_vote.shape[2])  # of the query heads that share a KV head
+    votes = count_votes(score.unflatten(2, groups), lse.unflatten(2, groups), is_vote)
     return votes.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
