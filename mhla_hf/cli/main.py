@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .. import __version__
-from .convert import CONVERT, convert_options, run_convert
+from .convert import CONVERT, MERGE, convert_options, merge_options, run_convert, run_merge
 from .evaluate import EVALUATE, evaluate_options, run_evaluate
 from .hub import CARD, INFO, PUSH, card_options, info_options, push_options, run_card, run_info, run_push
 from .train import DISTILL, RECIPES, distill_options, recipes_options, run_distill, run_recipes
@@ -29,6 +29,7 @@ Tab completion: pip install 'mhla_hf[completion]', then eval "$(register-python-
 # Name -> (function that runs the command, function that adds its options, help, epilog).
 COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] = {
     "convert": (run_convert, convert_options, "Turn a softmax model into an MHLA model.", CONVERT),
+    "merge": (run_merge, merge_options, "Merge an adapter into its original, with the tokenizer.", MERGE),
     "recipes": (run_recipes, recipes_options, "List the training recipes.", RECIPES),
     "distill": (run_distill, distill_options, "Train an MHLA model from its softmax original.", DISTILL),
     "info": (run_info, info_options, "Describe an MHLA model, or what a conversion would give.", INFO),

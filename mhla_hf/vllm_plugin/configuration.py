@@ -1,19 +1,20 @@
 """Registers converted models with vLLM, and checks and adapts its configuration when it serves one."""
 
-import logging
 from typing import Any
 
 from transformers import AutoConfig
 from vllm import ModelRegistry
 from vllm.config import CompilationConfig, ModelConfig, VllmConfig
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 
 from ..models.derived_classes import derived_config_class
 from ..models.families import LANGUAGE
 from ..models.transformers_api import class_names, config_class_of
+from ..nn.heads import HeadSplit
 
-LOG = logging.getLogger("vllm.mhla_hf")
 OPERATOR = "vllm::mhla_attention"
+CPU_BLOCK_SIZE = 32  # the smallest that vLLM's attention on a CPU prefers
 # Fields of the configurations of models with experts, as vLLM looks for them.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -33,12 +34,13 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Turn prefix caching off, and refuse what the plugin does not support."""
+        """Set the size of blocks, and refuse what the plugin does not support."""
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, name) > 1:
                 raise ValueError(f"{name}: got {getattr(parallel, name)} with MHLA layers, expected 1.")
-        check_tensor_parallel(parallel.tensor_parallel_size, vllm_config.model_config.hf_config)
+        size = parallel.tensor_parallel_size
+        check_tensor_parallel(size, vllm_config.model_config.hf_config, cache.enable_prefix_caching)
         if vllm_config.lora_config is not None:
             raise ValueError("enable_lora: got True with MHLA layers, expected False and a merged adapter.")
         for name in ("speculative_config", "kv_transfer_config"):
@@ -46,9 +48,15 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
                 raise ValueError(f"{name}: got a value with MHLA layers, expected None.")
         if cache.cache_dtype != "auto":
             raise ValueError(f"kv_cache_dtype: got {cache.cache_dtype!r} with MHLA layers, expected 'auto'.")
-        if cache.enable_prefix_caching:
-            LOG.warning("Prefix caching is off: the state of MHLA layers cannot be shared between requests.")
-            cache.enable_prefix_caching = False
+        if not current_platform.is_cpu():
+            return
+        cache.mamba_ssm_cache_dtype = "float32"  # of other models; vLLM would set it with a warning
+        if not cache.user_specified_block_size:
+            # vLLM rounds the page of a state up to a multiple of this. Without it, vLLM takes 128, and takes it again in the
+            # process of the engine, after the scheduler has been told the larger size: answers would be wrong.
+            cache.block_size, cache.user_specified_block_size = CPU_BLOCK_SIZE, True
+        if size > 1:
+            cache.kv_cache_layout = "LBHNC"  # a process without softmax heads would choose another than the others
 
 
 def check_settings(settings: dict[str, Any], config: Any) -> None:
@@ -59,15 +67,28 @@ def check_settings(settings: dict[str, Any], config: Any) -> None:
         raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
 
 
-def check_tensor_parallel(size: int, config: Any) -> None:
-    """Raise ValueError if the MHLA heads of a converted model cannot be split among `size` processes."""
+def check_tensor_parallel(size: int, config: Any, caches_prefixes: bool) -> None:
+    """Raise ValueError if the heads of a converted model cannot be split among `size` processes."""
     if size == 1:
         return
-    if config.mhla.get("softmax_heads"):
-        raise ValueError(f"tensor_parallel_size: got {size} for layers that keep some softmax heads, expected 1.")
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if num_heads % size:
         raise ValueError(f"tensor_parallel_size: got {size}, expected a divisor of the {num_heads} KV heads of MHLA.")
+    layers, softmax_heads = config.mhla["layers"], config.mhla.get("softmax_heads") or {}
+    kinds = set()  # for each process, whether it has softmax heads, and whether it has MHLA heads
+    for rank in range(size):
+        counts = [HeadSplit(heads, num_heads).of_rank(rank, size).counts for heads in softmax_heads.values()]
+        has_softmax = len(layers) < config.num_hidden_layers or any(count[True] for count in counts)
+        kinds.add((has_softmax, len(softmax_heads) < len(layers) or any(count[False] for count in counts)))
+    # vLLM sizes pages by the attention layers of each process.
+    if kinds >= {(True, True), (False, True)}:
+        expected = "a number with which all processes have softmax heads"
+        raise ValueError(f"tensor_parallel_size: got {size}, where one has MHLA heads alone, expected {expected}.")
+    if caches_prefixes and len(kinds) > 1:
+        raise ValueError(
+            f"enable_prefix_caching: got True with {size} processes that have different kinds of heads, expected False "
+            "(--no-enable-prefix-caching)."
+        )
 
 
 def register_models() -> None:

@@ -1,5 +1,6 @@
 """Converted language models inside vLLM: its Transformers backend, with MHLA where `config.mhla` says so."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
@@ -7,6 +8,8 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
 
 from ..models.derived_classes import swap_attention
@@ -43,8 +46,14 @@ class MHLAServing:
         config = self._from_config_kwargs["config"]
         settings = MHLASettings.from_dict(self.config.mhla)
         num_kv_heads = self.model_config.get_num_kv_heads(self.parallel_config)
-        # All pages have one size, so the heads per page must divide the numbers of softmax and MHLA heads of every layer.
-        heads_per_page = gcd(num_kv_heads, *(len(heads) for heads in (settings.softmax_heads or {}).values()))
+        size, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        splits = {
+            layer: [HeadSplit(heads, num_kv_heads * size).of_rank(index, size) for index in range(size)]
+            for layer, heads in (settings.softmax_heads or {}).items()
+        }
+        # All pages have one size, so the heads per page must divide the numbers of softmax heads of every layer and process.
+        counts = [split.counts[True] for parts in splits.values() for split in parts]
+        heads_per_page = gcd(num_kv_heads, *counts)
         plan = BatchPlan()
         for index, (attention_name, fuser) in self.attention_fusers.items():
             attention = self.get_submodule(attention_name)
@@ -59,12 +68,12 @@ class MHLAServing:
             }
             context, name = self.compilation_config.static_forward_context, base.layer_name
             queries_per_kv = base.num_heads // base.num_kv_heads
-            if index in settings.layers:
+            kept = splits[str(index)][rank].softmax_heads if str(index) in splits else []
+            if index in settings.layers and len(kept) < num_kv_heads:
                 del context[name], attention.attn
                 sizes = {"num_heads": num_kv_heads * queries_per_kv, "num_kv_heads": num_kv_heads}
                 core = PagedMHLA(settings, **{**causal_core_sizes(attention, config), **sizes})
                 core.options = replace(core.options, scale=scale)
-                kept = (settings.softmax_heads or {}).get(str(index), [])
                 put_mhla(attention, core, kept)
                 core.install(name, heads_per_page, plan, self.vllm_config)
                 if kept:
@@ -83,6 +92,11 @@ class MHLAServing:
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
         return layer_layout(vllm_config).dtypes
+
+    @classmethod
+    def get_mamba_state_copy_funcs(cls, kinds: Collection[str]) -> dict[str, tuple[Any, ...]]:
+        """Return how vLLM copies the state at a prefix that requests have in common: as one row of bytes."""
+        return dict.fromkeys(kinds, (get_temporal_copy_spec,))
 
 
 class MHLAForCausalLM(MHLAServing, TransformersForCausalLM):

@@ -10,12 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import get_peft_model
 from safetensors.torch import load_file
 from tools.small_scores import HELD_OUT, TRAINING, WINDOW, make_tasks, save_llama, save_mhla, small_tokenizer
 from tools.small_towers import save_photos, softmax_tower
 from tools.tiny_pipelines import dit_pipeline, wan_pipeline
-from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessorPil
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    ViTImageProcessorPil,
+)
 
+import mhla_hf
 from mhla_hf.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +84,24 @@ def test_an_image_classifier_is_converted(tmp_path, monkeypatch, capsys):
     ):
         assert main(line.split()) == 2 and not (tmp_path / "new").exists()
         assert words in capsys.readouterr().err
+
+
+def test_an_adapter_is_merged(shelf, tmp_path, capsys):
+    base = AutoModelForCausalLM.from_pretrained(shelf / "llama")
+    model = mhla_hf.convert(base, layers="all", windowed=True, block_size=8, softmax_heads={0: [0]})
+    mhla_hf.save_adapter(
+        get_peft_model(model, mhla_hf.adapter_config(model, init_lora_weights=False)), tmp_path / "adapter"
+    )
+    command = ["merge", str(tmp_path / "adapter"), str(tmp_path / "out")]
+    assert main([*command, "--model", str(shelf / "llama")]) == 0
+    assert "MHLALlamaForCausalLM" in capsys.readouterr().out
+    ids = torch.arange(40)[None]
+    merged, tokenizer = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    expected = mhla_hf.load_adapter(AutoModelForCausalLM.from_pretrained(shelf / "llama"), tmp_path / "adapter")
+    torch.testing.assert_close(merged(ids).logits, expected(ids).logits)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(shelf / "llama").get_vocab()
+    assert main([*command, "--overwrite", "--model", str(tmp_path / "none")]) == 2
+    assert "--model: got" in capsys.readouterr().err
 
 
 @pytest.fixture

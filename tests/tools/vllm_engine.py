@@ -21,9 +21,10 @@ GEMMA3 = {
 }
 
 
-def save_converted(folder, family="llama", layers="all", **settings):
+def save_converted(folder, family="llama", layers="all", sizes=None, **settings):
     """Convert a small model, save it, and return the folder as a string and the model as transformers loads it."""
-    sizes = {"hidden_size": 64, "head_dim": HEAD_DIM, "max_position_embeddings": 2048, "num_hidden_layers": 4}
+    common = {"hidden_size": 64, "head_dim": HEAD_DIM, "max_position_embeddings": 2048, "num_hidden_layers": 4}
+    sizes = {**common, **(sizes or {})}
     if family == "gemma3":
         torch.manual_seed(7)
         model = Gemma3ForCausalLM(Gemma3TextConfig(**{**SIZES, **sizes, **GEMMA3})).eval()

@@ -66,16 +66,16 @@ def test_any_length_in_any_chunks(by_heads, budget, at_once):
     assert largest_error(model, outputs) < 1e-4
 
 
-def come_and_go(llm, prompts, source):
+def come_and_go(llm, prompts, source, with_prompt):
     """Send requests at random moments and abort some of them; return the finished ones and the number of preemptions."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     waiting, running, finished, preempted = [*enumerate(prompts)], [], [], set()
     while waiting or llm.llm_engine.has_unfinished_requests():
         if waiting and source.random() < 0.5:
             index, prompt = waiting.pop()
-            request_id = str(index)
-            llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, greedy(source.randint(1, 120)))
-            running.append(request_id)
+            parameters = greedy(source.randint(1, 120), with_prompt)
+            llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, parameters)
+            running.append(str(index))
         if running and source.random() < 0.03:
             llm.llm_engine.abort_request([running.pop(source.randrange(len(running)))])
         for output in llm.llm_engine.step():
@@ -91,24 +91,54 @@ def test_two_hundred_requests_with_few_pages(tmp_path):
     source = random.Random(1)  # with 0, two tokens of one request differ by one vote, within rounding
     prompts = make_prompts([source.randint(1, 200) for _ in range(200)])
     with engine(folder, max_num_batched_tokens=64, max_num_seqs=16, num_gpu_blocks_override=40) as llm:
-        finished, num_preempted = come_and_go(llm, prompts, source)
+        finished, num_preempted = come_and_go(llm, prompts, source, with_prompt=True)
     assert len(finished) > 150 and num_preempted > 5
     assert largest_error(model, finished) < 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": True}])
-def test_the_same_prompts_twice(by_heads, options):
+@pytest.mark.parametrize("block_size, num_blocks", [(32, 160), (64, 110), (128, 110)])
+def test_two_hundred_requests_with_common_prefixes(tmp_path, block_size, num_blocks):
+    folder, model = save_converted(tmp_path / "model", **HEADS)
+    source = random.Random(1)
+    (text,) = make_prompts([1500])
+    prompts = [text[: source.randint(64, 1500)] + end for end in make_prompts([*range(1, 201)], 1)]
+    limits = {"max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": 2048}
+    options = {"enable_prefix_caching": True, "block_size": block_size, "num_gpu_blocks_override": num_blocks}
+    with engine(folder, **limits, **options) as llm:
+        finished, num_preempted = come_and_go(llm, prompts, source, with_prompt=False)
+    assert len(finished) > 150 and num_preempted > 5
+    assert sum(output.num_cached_tokens > 0 for output in finished) > 60
+    assert largest_error(model, finished) < 1e-4
+
+
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+def test_the_same_prompts_twice(by_heads, caches_prefixes, monkeypatch):
+    # Only the process of an engine reads the configuration anew.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     folder, model = by_heads
-    with engine(folder, max_num_batched_tokens=256, **options) as llm:
+    with engine(folder, max_num_batched_tokens=256, enable_prefix_caching=caches_prefixes) as llm:
         for _ in range(2):
             outputs = answer(llm, make_prompts([700, 900, 1100]), 8, with_prompt=False)
             assert largest_error(model, outputs) < 1e-4
-            assert all(output.num_cached_tokens == 0 for output in outputs)
+    assert all((output.num_cached_tokens > 600) == caches_prefixes for output in outputs)
 
 
-@pytest.mark.parametrize("layers", ["all", [0, 2]])
-def test_two_tensor_parallel_processes(tmp_path, layers):
-    folder, model = save_converted(tmp_path / "model", layers=layers)
-    with engine(folder, max_num_batched_tokens=64, tensor_parallel_size=2) as llm:
-        outputs = answer(llm, make_prompts([1, 17, 130]), 40)
-    assert largest_error(model, outputs) < 1e-4
+SPLITS = {
+    "all": ("all", {}, True),
+    "layers": ([0, 2], {}, True),
+    "heads": ("all", {0: [1], 1: [0, 1], 2: [2], 3: [0, 1, 3]}, True),
+    "softmax-and-mhla": ("all", {layer: [0, 1] for layer in range(4)}, False),
+}
+
+
+@pytest.mark.parametrize("name", list(SPLITS))
+def test_two_tensor_parallel_processes(tmp_path, name):
+    layers, softmax_heads, caches_prefixes = SPLITS[name]
+    heads = {"num_key_value_heads": 4, "num_attention_heads": 8}
+    folder, model = save_converted(tmp_path / "model", layers=layers, sizes=heads, softmax_heads=softmax_heads or None)
+    options = {"tensor_parallel_size": 2, "enable_prefix_caching": caches_prefixes}
+    with engine(folder, max_num_batched_tokens=64, **options) as llm:
+        for _ in range(2):
+            outputs = answer(llm, make_prompts([1, 17, 330]), 24, with_prompt=False)
+            assert largest_error(model, outputs) < 1e-4
+    assert (outputs[-1].num_cached_tokens > 0) == caches_prefixes

@@ -27,6 +27,7 @@ def configuration(monkeypatch):
         "vllm.model_executor": {},
         "vllm.model_executor.models": {},
         "vllm.model_executor.models.config": {"MODELS_CONFIG_MAP": {}, "VerifyAndUpdateConfig": object},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
     }
     for name, members in names.items():
         module = ModuleType(name)
@@ -82,15 +83,16 @@ def test_models_that_cannot_be_served(configuration, word, changes):
         checked_model(configuration, **changes)
 
 
-def check_options(configuration, *, softmax_heads=None, cache_dtype="auto", **changes):
+def check_options(configuration, *, softmax_heads=None, block_size=None, cache_dtype="auto", **changes):
     """The configuration of vLLM, after the hook for it."""
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
     options = ("lora_config", "speculative_config", "kv_transfer_config")
-    hf_config = SimpleNamespace(mhla={"softmax_heads": softmax_heads}, num_key_value_heads=4)
+    mhla = {"layers": [0, 1], "softmax_heads": softmax_heads}
+    cache = {"cache_dtype": cache_dtype, "enable_prefix_caching": True, "block_size": block_size}
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: changes.get(name, 1) for name in sizes}),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype, enable_prefix_caching=True),
-        model_config=SimpleNamespace(hf_config=hf_config),
+        cache_config=SimpleNamespace(**cache, user_specified_block_size=block_size is not None),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(mhla=mhla, num_key_value_heads=4, num_hidden_layers=2)),
         **{name: changes.get(name) for name in options},
     )
     configuration.module.MHLAServingConfig.verify_and_update_config(config)
@@ -101,7 +103,8 @@ def check_options(configuration, *, softmax_heads=None, cache_dtype="auto", **ch
     "word, changes",
     [
         ("tensor_parallel_size", {"tensor_parallel_size": 3}),
-        ("tensor_parallel_size: got 2 for layers that keep", {"tensor_parallel_size": 2, "softmax_heads": {"0": [1]}}),
+        ("tensor_parallel_size", {"tensor_parallel_size": 2, "softmax_heads": {"0": [1]}}),
+        ("enable_prefix_caching", {"tensor_parallel_size": 2, "softmax_heads": {"0": [0, 1], "1": [0, 1]}}),
         ("pipeline_parallel_size", {"pipeline_parallel_size": 2}),
         ("lora", {"lora_config": object()}),
         ("kv_transfer", {"kv_transfer_config": object()}),
@@ -113,5 +116,12 @@ def test_options_that_are_refused(configuration, word, changes):
         check_options(configuration, **changes)
 
 
-def test_prefix_caching_is_turned_off_and_heads_are_shared_by_processes(configuration):
-    assert check_options(configuration, tensor_parallel_size=2).cache_config.enable_prefix_caching is False
+def test_heads_are_split_among_processes(configuration):
+    config = check_options(configuration, tensor_parallel_size=2, softmax_heads={"0": [1], "1": [2, 3]})
+    assert config.cache_config.kv_cache_layout == "LBHNC"
+
+
+@pytest.mark.parametrize("given, expected", [(None, 32), (128, 128)])
+def test_block_size_on_a_cpu_is_kept(configuration, given, expected):
+    cache = check_options(configuration, block_size=given).cache_config
+    assert cache.block_size == expected and cache.user_specified_block_size
