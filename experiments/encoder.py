@@ -64,7 +64,7 @@ def make_model(arguments: Mapping[str, Any], form: str, seed: int) -> Any:
             attention.mhla.mixing.balance.data.fill_(OFF)
     if far_part == "fitted":
         tokenizer = load_tokenizer(arguments["model"])
-        rows = read_rows(model, tokenizer, arguments["fit"], seed, 1.0, 1)
+        rows = read_rows(model, tokenizer, arguments["fit"], seed, 1.0, None)
         fit = OutputFit(model, steps=len(rows.fit))
         for ids in rows.fit:
             fit.step(ids)

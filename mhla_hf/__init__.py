@@ -54,7 +54,7 @@ def __getattr__(name: str) -> object:
                 ):
                     importlib.import_module("diffusers")
             with contextlib.suppress(AttributeError):  # this family does not have this head
-                return getattr(importlib.import_module(f".{family.entry}", __name__), name)
+                return getattr(importlib.import_module(f".{family.kind.entry}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

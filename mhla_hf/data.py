@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy
 import torch
+from tqdm import tqdm
 
 from .checkpoints.file_io import HUB_ID, PathLike
+from .checkpoints.fingerprint import hash_file, hash_json
 from .checkpoints.load import require_extra, wrap_errors
 
 TEXT_ENDINGS = (".txt", ".md", ".rst", ".text")
@@ -291,6 +293,18 @@ def identify_files(files: Iterable[Path]) -> list[list[Any]]:
             head = hashlib.sha256(content.read(1 << 20)).hexdigest()[:16]
         identities.append([file.name, file.stat().st_size, head])
     return identities
+
+
+def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> str:
+    bar = tqdm(sorted(files), desc=f"{folder}: reading", disable=not progress)
+    return hash_json([[file.relative_to(folder).as_posix(), hash_file(file)] for file in bar])
+
+
+def hash_source(source: Any, progress: bool = False) -> str | None:
+    """Return a hash of a local file or folder, any other value as a string, and None for None."""
+    if source is None or not (path := Path(source)).exists():
+        return source and str(source)
+    return hash_file(path) if path.is_file() else hash_files(filter(Path.is_file, path.rglob("*")), path, progress)
 
 
 def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:

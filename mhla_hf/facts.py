@@ -1,15 +1,30 @@
-"""Insert facts into rows of training text, and ask for them at the end: a model must look them up in its context."""
+"""Facts, one a line, that a model must look up in its context: of evaluation, and in rows of training text.
 
+Training and evaluation have different words and sentences.
+"""
+
+import math
 import random
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-# The lookups of `evaluation.recall` use the first words of a vocabulary. The facts here have other words and sentences.
-NUM_FREQUENT_WORDS = 400
-PAIR, NUMBER = ("\n* {}:", " {}\n"), ("\nThe number of the {} is", " {}.\n")
-NUM_FACT_WORDS, MIN_FACT_WORDS = 2000, 100
+LINES = {  # kind of fact -> beginning and end of its line, around the answer and the space before it
+    "codes": ("The code of the {} is", ".\n"),  # of evaluation, as the next one
+    "lookups": ("- {}", "\n"),
+    "numbers": ("\nThe number of the {} is", ".\n"),  # of training, as the next one
+    "pairs": ("\n* {}:", "\n"),
+}
+OBJECTS = tuple(
+    """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
+    quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
+    river""".split()  # noqa: SIM905
+)
+# Lookups take the last NUM_WORDS of the first NUM_FREQUENT_WORDS words of a vocabulary: familiar, yet rare in the text.
+NUM_FREQUENT_WORDS, NUM_WORDS = 400, 120
+NUM_FACT_WORDS, MIN_FACT_WORDS = 2000, 100  # of training, taken from the following words
 TOKENS_PER_FACT = 100  # a row of 1,000 tokens has ten facts; about one in three is a number
 FACTLESS = 8  # an eighth of a row, before the questions, has no facts, so that all have left the window by then
 ANSWER_WEIGHT = 10.0  # of an answer's tokens in the loss; all other tokens weigh 1
@@ -19,6 +34,44 @@ def list_words(tokenizer: Any) -> list[str]:
     """List the lowercase words that are one token with the space before them, by token id, which is roughly by frequency."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return [token[1:] for token, _ in tokens if re.fullmatch("[Ġ▁][a-z]{3,}", token)]
+
+
+class Fact(NamedTuple):
+    """A line of text that states a fact."""
+
+    kind: str  # one of `LINES`
+    start: str  # what asks for the answer
+    answer: str  # with the space before it
+    end: str
+
+    @property
+    def line(self) -> str:
+        return self.start + self.answer + self.end
+
+
+def make_fact(kind: str, name: str, answer: object) -> Fact:
+    start, end = LINES[kind]
+    return Fact(kind, start.format(name), f" {answer}", end)
+
+
+def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Choose names and a third as many values of lookups: lowercase words that are one token with the space before."""
+    words = list_words(tokenizer)[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
+    random.Random("words").shuffle(words)
+    return words[len(words) // 4 :], words[: len(words) // 4]
+
+
+def draw_facts(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -> list[Fact]:
+    """Draw a fact of evaluation for each of `kinds`, "codes" or "lookups"."""
+    num_codes, num_lookups = (kinds.count(kind) for kind in ("codes", "lookups"))
+    codes = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
+    names, values = choose_words(tokenizer) if num_lookups else ([], [])
+    if num_lookups > 3 * len(values):
+        got = f"{len(names) + len(values)} lowercase words of one token"
+        raise ValueError(f"tokenizer: got {got}, expected at least {4 * math.ceil(num_lookups / 3)}.")
+    values = rng.sample(values, num_lookups) if num_lookups <= len(values) else rng.choices(values, k=num_lookups)
+    pairs: Any = {"codes": codes, "lookups": zip(rng.sample(names, num_lookups), values, strict=True)}
+    return [make_fact(kind, *next(pairs[kind])) for kind in kinds]
 
 
 class FactRows:
@@ -50,8 +103,10 @@ class FactRows:
         num_facts = min(len(tokens) // TOKENS_PER_FACT, len(self.words) // 2)
         words, facts = rng.sample(self.words, 2 * num_facts), []
         for name, value in zip(words[:num_facts], words[num_facts:], strict=True):
-            (start, end), answer = (NUMBER, str(rng.randrange(1000, 10_000))) if rng.random() < 1 / 3 else (PAIR, value)
-            facts.append((self.encode(start.format(name)), self.encode(end.format(answer))))
+            fact = make_fact("pairs", name, value)
+            if rng.random() < 1 / 3:
+                fact = make_fact("numbers", name, rng.randrange(1000, 10_000))
+            facts.append((self.encode(fact.start), self.encode(fact.answer + fact.end)))
         questions: list[int] = []
         answer_places: list[int] = []
         for start, answer in rng.sample(facts, num_facts):

@@ -1,6 +1,7 @@
 """Style and files of figures, tables as text, and the report of a conversion."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -85,6 +86,46 @@ def draw_curve(measured: Mapping[str, Any], path: PathLike) -> None:
             axis.set_title(title)
             axis.set_xlabel(f"MiB of cache at {int(length):,} tokens")
         axes[0, 0].legend()
+
+
+def draw_scores(path: PathLike, models: Sequence[str], points: Mapping[str, Any], curves: Mapping[str, Any]) -> None:
+    """Plot scores with a panel per title: `points`, {title: {model: (value, error or None)}}, and then `curves` of recall
+    by depth or speed by length, {title: {model: [(position, value, error)]}}.
+    """
+    panels = [*points.items(), *curves.items()]
+    colors = dict(zip(models, itertools.cycle(PALETTE), strict=False))
+    num_columns, num_rows = min(4, len(panels)), math.ceil(len(panels) / 4)
+    size = (3.4 * num_columns + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * num_rows + 0.5)
+    with drawing(path, num_rows, num_columns, figsize=size) as (_, grid):
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for axes, (title, values) in zip(grid.flat, panels, strict=False):
+            (_draw_curves if title in curves else _draw_points)(axes, values, colors)
+            axes.set_title(title, fontsize=9.5)
+            if title in curves:
+                axes.set_xlabel("tokens" if "by length" in title else "tokens from the fact to the question")
+
+
+def _draw_points(axes: Any, values: Mapping[str, Any], colors: Mapping[str, str]) -> None:
+    label: dict[str, Any] = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+    for name, (value, error) in values.items():
+        row = list(colors).index(name)
+        axes.errorbar(value, row, xerr=error, fmt="o", color=colors[name], markersize=6, capsize=3, linewidth=1.6)
+        axes.annotate(f"{value:.4g}", (value, row), **label)
+    axes.set_yticks(range(len(colors)), list(colors))
+    axes.set_ylim(len(colors) - 0.4, -0.8)
+    axes.grid(True, axis="x")
+    axes.margins(x=0.2)
+
+
+def _draw_curves(axes: Any, values: Mapping[str, Any], colors: Mapping[str, str]) -> None:
+    for name, points in values.items():
+        style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}
+        positions, heights, errors = zip(*sorted(points), strict=True)
+        axes.errorbar(positions, heights, yerr=errors, **style)
+    axes.set_ylim(0, None)
+    axes.grid(True)
+    axes.legend(fontsize=8)
 
 
 def render_report(measured: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ PLACEHOLDER = "package"
 ENTRIES = {
     **dict.fromkeys(("models.language.language_model", "models.vision.vision_model"), "transformers"),
     **dict.fromkeys((entry for kind in (CAUSAL, ENCODER, TOWER) for entry in kind.sources.values()), "transformers"),
-    **dict.fromkeys((family.entry for family in DIFFUSION), "diffusers"),
+    **dict.fromkeys((family.kind.entry for family in DIFFUSION), "diffusers"),
 }
 OLDEST = TESTED_TRANSFORMERS[0]
 # Comes before the other imports of a bundle for transformers: older releases lack some of them.
@@ -98,12 +98,12 @@ def fold(package: Path, entry: str, library: str) -> str:
     )
     standard = {line for line in imports if line.split()[1].split(".")[0] in sys.stdlib_module_names}
     check = CHECK_VERSION if library == "transformers" else ""
-    groups = (_join_imports(standard), check, _join_imports(imports - standard))
+    groups = (_join_imports(standard), check, _join_imports(imports - standard - {*check.splitlines()}))
     sections = [header, *(f"{group}\n" for group in groups if group)]
     for module in modules.values():
         body = "\n".join(statement.text for statement in module.statements).strip("\n")
         if body:
-            sections.append(f"\n# {package.name}/{module.path}\n\n{body}\n")
+            sections.append(f"\n# {package.name}/{module.path}\n{body}\n")
     text = "\n".join(sections)
     return _replace_hash(text, PLACEHOLDER, _hash_text(text))
 
@@ -147,7 +147,7 @@ def _replace_hash(text: str, old: str, new: str) -> str:
 
 
 def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> None:
-    """Add the module `name` to `modules` in place, after those it imports, as Python runs them."""
+    """Add the module `name` to `modules` in place, after those that it imports: the order in which Python runs them."""
     module = _read_module(package, name)
     for sibling in module.siblings:
         if sibling not in modules:

@@ -17,6 +17,7 @@ from huggingface_hub import hf_hub_download
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, dynamic_module_utils
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -52,7 +53,7 @@ def register_classes(config: Any, classes: Sequence[type]) -> None:
 
 def register_family(family: Family) -> None:
     """Register all MHLA classes of a transformers family, and if PEFT is imported, the base's default LoRA targets."""
-    module = importlib.import_module(f"..{family.entry}", __package__)
+    module = importlib.import_module(f"..{family.kind.entry}", __package__)
     classes = [getattr(module, f"MHLA{name}") for name in base_classes(family)]
     register_classes(classes[0].config_class, classes)
     lora: Any = sys.modules.get("peft.tuners.lora")
@@ -183,15 +184,10 @@ def _load(
 
 def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
     """Build a model on the CPU with initialized buffers and uninitialized parameters."""
-    from accelerate import init_empty_weights
-
     config = AutoConfig.from_pretrained(source, **options)
-    trust = options["trust_remote_code"]
-    with init_empty_weights(include_buffers=False):
+    with no_init_weights():
+        trust = options["trust_remote_code"]
         model = auto_model.from_config(config, dtype=dtype or config.dtype, trust_remote_code=trust)
-    for module in model.modules():
-        for name, value in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, torch.nn.Parameter(torch.empty_like(value, device="cpu")))
     model.tie_weights()
     return model
 
@@ -318,7 +314,7 @@ def load_pipeline(
         start = f"model: got {str(source)!r}"
         if "trust_remote_code" in str(error) and not trust_remote_code:
             start += ", which holds the source of its MHLA model"
-            raise ValueError(f"{start}, expected trust_remote_code.") from error
+            raise ValueError(f"{start}, expected trust_remote_code=True.") from error
         reason = summarize_error(error).removesuffix(".")
         raise ValueError(f"{start}, expected a pipeline that can be loaded ({reason}).") from error
     check_no_missing_weights(source, missing)

@@ -14,7 +14,7 @@ import torch
 from ..models.families import ENCODERS, LANGUAGE
 from ..nn.settings import MHLASettings
 from .model_family import is_of_diffusers, note_classes, transformers_of
-from .steps import converting
+from .steps import Requested, converting
 from .teacher import kl_to_teacher
 from .transformers_models import convert_transformers_model, convertible_family
 
@@ -44,8 +44,8 @@ def convert(
     The base's weights keep their values and names; converted layers get new ones, `mhla.*`. With `text`, a causal language
     model or text encoder is ready for use afterwards. The KV heads of a language model that most need the whole past keep
     softmax. The others keep a window and their most salient tokens. Encoders have MHLA beyond a window, which learns from
-    the text. Without `text`, other models need training (`mhla_hf.distill`), except Sana, whose attention is linear;
-    `samples` bring them closer to their originals.
+    the text. All other converted models need training (`mhla_hf.distill`), except Sana, whose attention is linear already;
+    `samples` bring diffusion and vision models closer to their originals.
 
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
@@ -60,13 +60,13 @@ def convert(
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             the original samples eight; or a function that runs it: `lambda generator: pipe("a cat", generator=generator)`.
             For a vision model, unlabeled images [N, C, height, width].
-        keep: With `text`, how much keeps softmax: a share of the KV heads, their number, a percentage such as "17%", or the
-            size of a sequence's cache at `context` tokens, such as "64MiB". Default: "auto", the smallest cache that keeps
-            enough. A size and "auto" choose `salient`, too, unless it or `settings` is given. With `samples`, how many
-            layers keep softmax; default: the family's number, none with `settings` or `layers`.
-        context: Number of tokens at which caches are compared. Default: the model's positions.
-        tolerance: KL to the original that "auto" accepts, in nats per token. Default: 0.02.
-        layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; before those of `settings`.
+        keep: How much keeps softmax. Language models with `text`: a share of the KV heads, their number, a percentage such
+            as "17%", or the size of a sequence's cache at `context` tokens, such as "64MiB". Default: "auto", the smallest
+            cache that keeps enough. A size and "auto" choose `salient`, too, unless it or `settings` is given. With
+            `samples`: how many layers; default: the family's number, none with `settings` or `layers`. Not for encoders.
+        context: Number of tokens at which the caches of language models are compared. Default: the model's positions.
+        tolerance: With keep="auto": the KL to the original that is accepted, in nats per token. Default: 0.02.
+        layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; overrides `settings.layers`.
             Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
         effort: Multiplies the rows and steps of `text` or `samples`; for language models, the rows that choose heads.
         seed: Decides which passages of `text` are read, and what the model samples.
@@ -84,22 +84,23 @@ def convert(
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     learning: dict[str, Any] = {"keep": keep, "effort": effort, "seed": seed, "progress": progress}
     unused: dict[str, Any] = {"context": context, "tolerance": tolerance, "checkpoint": checkpoint}
+    requested = Requested(settings, layers, overrides)
     with torch.inference_mode(False), converting(modules):  # which also enables gradients under torch.no_grad
         if samples is not None:
             check_unused("along with samples", text=text, **unused)
             from .calibration import convert_with_samples
 
-            return convert_with_samples(model, settings, layers, overrides, samples, **learning)
+            return convert_with_samples(model, requested, samples, **learning)
         if text is not None:
-            return convert_with_text(model, settings, layers, overrides, tokenizer, text, **learning, **unused)
+            return convert_with_text(model, requested, tokenizer, text, **learning, **unused)
         check_unused("without text or samples", keep=keep, **unused)
         if is_of_diffusers(model):
             from .diffusers_models import check_conversion, convert_checked  # imports diffusers
 
-            convert_checked(model, check_conversion(model, settings, layers, overrides))
+            convert_checked(model, check_conversion(model, requested))
             note_classes(model)
             return model
-        return convert_transformers_model(model, settings, layers, overrides)
+        return convert_transformers_model(model, requested)
 
 
 def convert_with_text(model: Any, *arguments: Any, checkpoint: Any, **options: Any) -> Any:
@@ -120,7 +121,7 @@ def convert_with_text(model: Any, *arguments: Any, checkpoint: Any, **options: A
 
 
 def check_unused(reason: str, **arguments: object) -> None:
-    """Raise ValueError if an argument that this kind of conversion does not read is not None."""
+    """Raise ValueError if one of `arguments`, which this kind of conversion does not use, was given."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name}: got {value!r:.40} {reason}, expected None.")

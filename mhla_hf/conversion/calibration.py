@@ -22,7 +22,7 @@ from ..models.vision.grid_attention import find_grid_attentions
 from ..nn.settings import MHLASettings
 from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
 from .model_family import family_of, is_of_diffusers, note_classes
-from .steps import check_learning, check_report, parse_share
+from .steps import Requested, check_learning, check_report, parse_share
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
 logger = logging.getLogger("mhla_hf")
@@ -101,23 +101,24 @@ def sampling_runs(model: Any, samples: Any, seed: int) -> list[Callable[[], Any]
 
 
 def convert_with_samples(
-    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any],
-    samples: Any, *, keep: float | int | str | None, effort: float, seed: int, progress: bool
+    model: Any, requested: Requested, samples: Any, *, keep: float | int | str | None, effort: float, seed: int,
+    progress: bool
 ) -> Any:  # fmt: skip
     """Convert a diffusion or vision model in place, fit it to its softmax original, and measure it; see `convert`.
 
     The model is in eval mode. The scores go to `mhla_measured` in the configuration of each transformer.
     """
-    is_default = settings is None and layers is None
-    if settings is None:
+    is_default = requested.settings is None and requested.layers is None
+    if requested.settings is None:
         family = family_of(getattr(model, "transformer", model))
-        rope = "near" if family is not None and family.kind.joint else "before"
-        overrides = {**LEARNED, "rope": rope, **overrides}
-    layers = "all" if is_default else layers
+        rope = "near" if family is not None and family.kind.defaults.get("rope") == "near" else "before"
+        requested = requested._replace(overrides={**LEARNED, "rope": rope, **requested.overrides})
+    if is_default:
+        requested = requested._replace(layers="all")
     if is_of_diffusers(model):
         from . import diffusers_models  # imports diffusers
 
-        checked = diffusers_models.check_conversion(model, settings, layers, overrides)
+        checked: Any = diffusers_models.check_conversion(model, requested)
         if linear := [family.base for _, family, _ in checked if family.kind.linear]:
             raise ValueError(f"samples: got some for {linear[0]}, whose attention is linear, expected None.")
     else:
@@ -125,7 +126,7 @@ def convert_with_samples(
         if family not in VISION:
             expected = "None, or a diffusion or vision model; a language model or text encoder learns from `text`"
             raise ValueError(f"samples: got some for {type(model).__name__}, expected {expected}.")
-        checked = [(model, family, checked_settings(model, family, settings, layers, overrides))]
+        checked = [(model, family, checked_settings(model, family, requested))]
     check_samples(model, samples)
     check_learning(model, effort, seed)
     num_kept = [count_kept_layers(family, len(mhla.layers), keep, is_default) for _, family, mhla in checked]
@@ -156,7 +157,7 @@ def count_kept_layers(family: Family, num_layers: int, keep: float | int | str |
     Without `keep`, it is the family's number if `is_default`: the caller gave neither settings nor layers; otherwise 0.
     """
     if keep is None:
-        default = MHLASettings(**family.defaults)
+        default = MHLASettings(**family.kind.defaults)
         return num_layers - len(default.resolve_layers(num_layers)) if is_default else 0
     count = parse_share(keep, num_layers)
     if count is None or count >= num_layers:

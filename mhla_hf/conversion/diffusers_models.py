@@ -2,16 +2,15 @@
 
 import inspect
 import logging
-import types
-from collections.abc import Sequence
 from typing import Any
 
+from ..models.derived_classes import change_class
 from ..models.diffusion.inputs import find_self_attentions
 from ..models.diffusion.transformer import resolve_settings
 from ..models.families import DIFFUSION, Family
 from ..nn.settings import MHLASettings
 from .model_family import mhla_class, transformer_family, transformers_of
-from .steps import choose_settings, match_device_and_dtype
+from .steps import Requested, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
@@ -56,10 +55,7 @@ def convert_checked(model: Any, checked: list[tuple[Any, Family, MHLASettings]])
     if not hasattr(model, "components"):
         logger.warning("convert: a pipeline that holds this transformer needs `pipe.transformer = model` to save it.")
     for transformer, family, settings in checked:
-        model_class = mhla_class(family, type(transformer))
-        transformer.__class__ = model_class
-        if "_old_forward" in vars(transformer):  # accelerate keeps the forward that its hooks wrap
-            transformer._old_forward = types.MethodType(model_class.forward, transformer)
+        change_class(transformer, mhla_class(family, type(transformer)))
         transformer.install_mhla(settings)
         attentions: Any = find_self_attentions(transformer)
         layers: Any = settings.layers
@@ -69,9 +65,7 @@ def convert_checked(model: Any, checked: list[tuple[Any, Family, MHLASettings]])
             transformer.enable_gradient_checkpointing(transformer._gradient_checkpointing_func)
 
 
-def check_conversion(
-    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
-) -> list[tuple[Any, Family, MHLASettings]]:
+def check_conversion(model: Any, requested: Requested) -> list[tuple[Any, Family, MHLASettings]]:
     """Return (softmax transformer, family, settings) for each transformer of a model; `layers` is a list of indices.
 
     Raise TypeError or ValueError if one cannot be converted with these settings.
@@ -82,11 +76,10 @@ def check_conversion(
     checked = []
     for transformer in transformers:
         model_class = mhla_transformer_class(transformer)
-        defaults = MHLASettings(**model_class.mhla_defaults)
-        mhla_settings = choose_settings(settings, defaults, layers, overrides)
-        mhla_settings = resolve_settings(model_class, transformer, mhla_settings)
+        settings = requested.resolve(MHLASettings(**model_class.mhla_defaults))
+        settings = resolve_settings(model_class, transformer, settings)
         check_state(transformer)
-        checked.append((transformer, model_class.family, mhla_settings))
+        checked.append((transformer, model_class.family, settings))
     return checked
 
 

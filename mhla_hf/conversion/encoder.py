@@ -19,7 +19,7 @@ from ..models.families import Family
 from ..nn.settings import MHLASettings
 from ..plots import render_report
 from .fit import OutputFit
-from .steps import check_learning, check_report, check_row_length, leave_inference_mode, row_length, shortest_row
+from .steps import Requested, check_learning, check_report, leave_inference_mode, row_length
 from .teacher import run_body, softmax_instead
 from .transformers_models import convert_in_place, settings_with_text
 
@@ -39,25 +39,23 @@ class EncoderRows(NamedTuple):
 
 
 def convert_encoder(
-    model: Any, family: Family, settings: MHLASettings | None, layers: str | Sequence[int] | None,
-    overrides: dict[str, Any], tokenizer: Any, text: Any, *, effort: float, seed: int, checkpoint: str | Path | None,
-    progress: bool,
+    model: Any, family: Family, requested: Requested, tokenizer: Any, text: Any, *, effort: float, seed: int,
+    checkpoint: str | Path | None, progress: bool,
 ) -> Any:  # fmt: skip
     """Convert a text encoder in place, fit it to its softmax original, and measure it; see `convert`.
 
     The model is in eval mode. The scores go to `model.config.mhla_measured`.
     """
-    if settings is None:  # `center_maps` starts the unbounded features of `exp` from the text
-        overrides = {"feature_map": "exp", **overrides}
-    mhla_settings = settings_with_text(model, family, settings, layers, overrides)
+    if requested.settings is None:  # `center_maps` starts the unbounded features of `exp` from the text
+        requested = requested._replace(overrides={"feature_map": "exp", **requested.overrides})
+    mhla_settings = settings_with_text(model, family, requested)
     check_learning(model, effort, seed)
     if checkpoint is not None:
         check_writable(checkpoint, "checkpoint")
     saved_steps = Checkpoint(checkpoint)
     start_time = time.monotonic()
     with renamed_errors("data", "text"):
-        rows = read_rows(model, tokenizer, text, seed, effort, shortest_row(mhla_settings))
-    check_row_length(rows.fit[0].shape[1], mhla_settings)
+        rows = read_rows(model, tokenizer, text, seed, effort, mhla_settings)
     ids = [batch.tolist() for batch in (*rows.fit, *rows.held_out)]
     config = {**model.config.to_dict(), "_name_or_path": None}
     saved_steps.identify(ids, effort, seed, mhla_settings.to_dict(), config, fingerprint_model(model))
@@ -84,11 +82,13 @@ def convert_encoder(
     return model
 
 
-def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, effort: float, shortest: int) -> EncoderRows:
+def read_rows(
+    model: Any, tokenizer: Any, text: Any, seed: int, effort: float, settings: MHLASettings | None
+) -> EncoderRows:
     """Read the batches that a text encoder is converted with.
 
-    The inputs of a batch are equally long, up to `ROW_TOKENS` with the tokenizer's special tokens around them, and at least
-    `shortest`. A short text is read several times. `effort` multiplies the batches to fit.
+    The inputs of a batch are equally long, up to `ROW_TOKENS` with the tokenizer's special tokens around them. A short text
+    is read several times. `effort` multiplies the batches to fit.
     """
     if isinstance(text, str) and text == "self":
         raise ValueError(f'text: got "self" with {type(model).__name__}, which writes no text, expected a text.')
@@ -97,7 +97,7 @@ def read_rows(model: Any, tokenizer: Any, text: Any, seed: int, effort: float, s
     length = min(ROW_TOKENS, model.config.max_position_embeddings - first_position(model.base_model))
     steps = max(1, round(FIT_STEPS * effort))
     count = HELD_OUT_ROWS + steps * ROWS_AT_ONCE
-    length = row_length(source, length, shortest)
+    length = row_length(source, length, settings)
     if isinstance(source, TokenRing):
         count = min(count, len(source.tokens) // length)
     rows = source.reader(length, seed, 0).take(count)[0]

@@ -272,7 +272,10 @@ def parse_size(keep: float | int | str) -> int | None:
 
 
 def heads_within(max_bytes: int, sizes: dict[int, LayerSizes], context: int) -> list[int]:
-    """List how many KV heads can keep softmax in `max_bytes` at `context` tokens: one number; none if MHLA is larger."""
+    """Return [n] for the most KV heads, but not all, that can keep softmax within `max_bytes` at `context` tokens.
+
+    The list is empty if MHLA in all heads takes more than `max_bytes`, or is not smaller than softmax.
+    """
     num_heads, token_bytes, state_bytes = (sum(column) for column in zip(*sizes.values(), strict=True))
     bytes_per_head = (token_bytes * context - state_bytes) / num_heads  # that keeping softmax adds
     if max_bytes < state_bytes or bytes_per_head <= 0:
@@ -294,7 +297,7 @@ def give_softmax_back(model: Any, kept_heads: dict[int, list[int]]) -> None:
         set_attention_function(config, "sdpa")  # the default of transformers
     for index, heads in kept_heads.items():
         if index in partly:
-            keep_softmax_heads(layers[index], config, heads)
+            keep_softmax_heads(layers[index], heads)
         else:
             restore_softmax(layers[index], config)
     softmax_heads = {str(index): heads for index, heads in partly.items()} or None

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from .head_choice import (
     give_softmax_back,
     set_salient,
 )
-from .steps import check_learning, check_report, check_row_length, leave_inference_mode, row_length, shortest_row
+from .steps import Requested, check_learning, check_report, leave_inference_mode, row_length
 from .teacher import log_probabilities, mean_kl, softmax_instead
 from .transformers_models import convert_in_place, settings_with_text
 
@@ -38,9 +37,8 @@ WRITING_BATCH = 16  # rows that the model samples at once
 
 
 def convert_language_model(
-    model: Any, family: Family, settings: MHLASettings | None, layers: str | Sequence[int] | None,
-    overrides: dict[str, Any], tokenizer: Any, text: Any, *, keep: float | int | str | None, context: int | None,
-    tolerance: float | None, effort: float, seed: int, progress: bool,
+    model: Any, family: Family, requested: Requested, tokenizer: Any, text: Any, *, keep: float | int | str | None,
+    context: int | None, tolerance: float | None, effort: float, seed: int, progress: bool,
 ) -> Any:  # fmt: skip
     """Convert a language model in place, choose the heads that keep softmax, and measure it; see `convert`.
 
@@ -49,8 +47,8 @@ def convert_language_model(
     if not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
         start = f"text: got a text for {type(model).__name__}"
         raise ValueError(f"{start}, which predicts no tokens, expected a ...ForCausalLM.")
-    compares_slots = settings is None and "salient" not in overrides
-    mhla_settings = settings_with_text(model, family, settings, layers, overrides)
+    compares_slots = requested.settings is None and "salient" not in requested.overrides
+    mhla_settings = settings_with_text(model, family, requested)
     check_learning(model, effort, seed)
     if context is not None and not is_whole(context, 1):
         raise ValueError(f"context: got {context!r}, expected a whole number of at least 1.")
@@ -63,8 +61,7 @@ def convert_language_model(
     context = model.config.max_position_embeddings if context is None else context
     choice = HeadChoice(model, mhla_settings, "auto" if keep is None else keep, context, tolerance, compares_slots)
     with renamed_errors("data", "text"):
-        rows = read_rows(model, tokenizer, text, seed, progress, effort, shortest_row(mhla_settings))
-    check_row_length(rows.held_out[0].shape[1], mhla_settings)
+        rows = read_rows(model, tokenizer, text, seed, progress, effort, mhla_settings)
     leave_inference_mode(model)
     attention_function = model.config._attn_implementation
     convert_in_place(model, family, mhla_settings)
@@ -96,16 +93,16 @@ def convert_language_model(
 
 
 def read_rows(
-    model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0, shortest: int = 1
-) -> LanguageRows:
+    model: Any, tokenizer: Any, text: Any, seed: int, progress: bool, effort: float = 1.0,
+    settings: MHLASettings | None = None,
+) -> LanguageRows:  # fmt: skip
     """Read the rows of text that a language model is converted with, int64 [1, T] each.
 
     `effort` scales the number of rows by which heads are scored. Rows that ask have `LONG_TOKENS` tokens, held-out ones
-    `ROW_TOKENS`. They are shorter if the model has fewer positions or the text fewer tokens, but not shorter than
-    `shortest`.
+    `ROW_TOKENS`. They are shorter if the model has fewer positions or the text fewer tokens (`row_length`).
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
-    short_length, long_length = min(ROW_TOKENS, positions), min(LONG_TOKENS, positions)
+    short_length, long_length = row_length(None, min(ROW_TOKENS, positions), settings), min(LONG_TOKENS, positions)
     num_asking = max(1, round(effort)) + 1
     num_rows = num_asking + HELD_OUT_ROWS
     # Passages have the long length; those that do not ask are cut into short rows.
@@ -117,7 +114,7 @@ def read_rows(
         passages, name = sampled.view(num_passages, -1), "self"
     else:
         source = open_text(text, tokenizer, vocab_size=model.get_input_embeddings().weight.shape[0])
-        short_length = row_length(source, short_length, shortest)
+        short_length = row_length(source, short_length, settings)
         if isinstance(source, TokenRing) and len(source.tokens) < num_passages * long_length:
             if short_length < long_length:
                 message = "text: got %d tokens, expected %d, to choose by what is further back than %d tokens."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..models.diffusion.inputs import read_grid
-from ..models.families import DIFFUSION, Family, family_of_type
+from ..models.families import DIFFUSION, DiffusionFamily, Family, family_of_type
 from ..models.transformers_api import config_class_of
 from ..nn.settings import FOREIGN_ENTRIES
 
@@ -46,7 +46,7 @@ def family_of(model: Any) -> Family | None:
     return family_of_type(getattr(config, "base_model_type", getattr(config, "model_type", None)))
 
 
-def transformer_family(cls: type) -> Family | None:
+def transformer_family(cls: type) -> DiffusionFamily | None:
     """Return the family of a class that diffusers itself defines; None for any other class."""
     family = next((family for family in DIFFUSION if cls.__name__ in family.classes), None)
     return family if family is not None and getattr(sys.modules["diffusers"], cls.__name__) is cls else None
@@ -58,7 +58,7 @@ def keep_new_images(
     """Drop the tokens of images to edit from the output [B, T, C] of a transformer, as its pipeline does."""
     transformer = getattr(transformer, "_orig_mod", transformer)  # of one that `torch.compile` returned
     family = family_of(transformer)
-    if family is None or not family.kind.positions:
+    if not isinstance(family, DiffusionFamily) or not family.kind.positions:
         return output
     arguments = inspect.signature(type(transformer).forward).bind(transformer, *args, **kwargs).arguments
     grid = read_grid(family.kind, transformer.config, arguments["hidden_states"], arguments)
@@ -71,7 +71,7 @@ def keep_new_images(
 
 def mhla_class(family: Family, base: type) -> Any:
     """Return the MHLA class of `base`, which is one of the classes of `family`."""
-    return getattr(importlib.import_module(f"..{family.entry}", __package__), f"MHLA{base.__name__}")
+    return getattr(importlib.import_module(f"..{family.kind.entry}", __package__), f"MHLA{base.__name__}")
 
 
 def softmax_config(config: Any) -> Any:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from ..checkpoints.load import wrap_errors
 from ..models.transformers_api import forward_cached
 from ..nn.settings import MHLASettings
+from .steps import Requested
 from .teacher import mhla_layers, replaced_cores
 from .transformers_models import convert_transformers_model
 
@@ -69,7 +70,7 @@ def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSi
     """Compute `sizes_of_layers` for a softmax language model as converted with these settings, without changing it."""
     with torch.device("meta"):
         student = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=model.dtype).eval()
-    return sizes_of_layers(convert_transformers_model(student, settings, None, {}))
+    return sizes_of_layers(convert_transformers_model(student, Requested(settings)))
 
 
 def softmax_bytes(model: Any, tokens: int) -> list[int]:

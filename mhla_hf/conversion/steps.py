@@ -5,9 +5,10 @@ import copy
 import difflib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,28 +49,32 @@ def converting(models: Sequence[torch.nn.Module]) -> Iterator[None]:
         raise
 
 
-def choose_settings(
-    settings: MHLASettings | None, defaults: MHLASettings, layers: str | Sequence[int] | None, overrides: dict[str, Any]
-) -> MHLASettings:
-    """Return `settings`, or else `defaults`, with fields replaced by `overrides` and, unless it is None, by `layers`.
+class Requested(NamedTuple):
+    """The settings that a caller of `convert` asks for; see there."""
 
-    An override of `mixing_form` turns off `windowed` in a sequence, which has no matrix then; one of `windowed` precedes.
-    """
-    settings = defaults if settings is None else settings
-    if not isinstance(settings, MHLASettings):
-        raise TypeError(f"settings: got {type(settings).__name__}, expected MHLASettings.")
-    field_names = [field.name for field in fields(settings)]
-    if unknown := sorted(set(overrides) - set(field_names)):
-        similar = difflib.get_close_matches(unknown[0], field_names, n=1)
-        expected = repr(similar[0]) if similar else f"one of {', '.join(field_names)}"
-        raise TypeError(f"settings: got unknown setting {unknown[0]!r}, expected {expected}.")
-    if layers is not None:
-        overrides = {**overrides, "layers": layers}
-    if "mixing_form" in overrides and settings.layout is None:
-        overrides = {"windowed": False, **overrides}
-    if settings.rope == "near" and not overrides.get("windowed", settings.windowed):
-        overrides = {"rope": "before", **overrides}
-    return replace(settings, **overrides)
+    settings: MHLASettings | None = None
+    layers: str | Sequence[int] | None = None
+    overrides: Mapping[str, Any] = MappingProxyType({})
+
+    def resolve(self, defaults: MHLASettings) -> MHLASettings:
+        """Return `settings`, or else `defaults`, with fields replaced by `overrides` and, unless it is None, by `layers`.
+
+        In a sequence, one of `mixing_form` turns off `windowed`, with which there is no matrix, unless that is given, too.
+        """
+        settings = defaults if self.settings is None else self.settings
+        if not isinstance(settings, MHLASettings):
+            raise TypeError(f"settings: got {type(settings).__name__}, expected MHLASettings.")
+        field_names = [field.name for field in fields(settings)]
+        if unknown := sorted(set(self.overrides) - set(field_names)):
+            similar = difflib.get_close_matches(unknown[0], field_names, n=1)
+            expected = repr(similar[0]) if similar else f"one of {', '.join(field_names)}"
+            raise TypeError(f"settings: got unknown setting {unknown[0]!r}, expected {expected}.")
+        overrides = dict(self.overrides) if self.layers is None else {**self.overrides, "layers": self.layers}
+        if "mixing_form" in overrides and settings.layout is None:
+            overrides = {"windowed": False, **overrides}
+        if settings.rope == "near" and not overrides.get("windowed", settings.windowed):
+            overrides = {"rope": "before", **overrides}
+        return replace(settings, **overrides)
 
 
 def match_device_and_dtype(core: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -97,27 +102,24 @@ def parse_share(keep: float | int | str, total: int) -> int | None:
     return keep if isinstance(keep, int) and is_whole(keep, 0) else None
 
 
-def row_length(source: Any, longest: int, shortest: int) -> int:
-    """Return the tokens per row: `longest`, or a sixth of a text in memory if that is less; refuse less than `shortest`."""
+def row_length(source: Any, longest: int, settings: MHLASettings | None) -> int:
+    """Return the tokens per row: `longest`, or a sixth of a text in memory if that is less.
+
+    Raise ValueError if a row has no more than the window and one block of `settings`: nothing would be beyond the window.
+    """
+    shortest = 1
+    if settings is not None:
+        shortest = (settings.window + 1) * settings.block_size + 1
+        if longest < shortest:
+            got = f"{settings.window} with block_size {settings.block_size}"
+            expected = f"a window and one block of less than the {longest} tokens of a row"
+            raise ValueError(f"window: got {got}, expected {expected}.")
     if not isinstance(source, TokenRing):
         return longest
     if (num_tokens := len(source.tokens)) < 6 * shortest:
         expected = f"at least {6 * shortest}: 6 rows of more than {shortest - 1}, the window and one block"
         raise ValueError(f"text: got {num_tokens} tokens, expected {expected}.")
     return min(longest, num_tokens // 6)
-
-
-def shortest_row(settings: MHLASettings) -> int:
-    """Return the fewest tokens of a row from which something is beyond the window: more than it and one block."""
-    return (settings.window + 1) * settings.block_size + 1
-
-
-def check_row_length(num_tokens: int, settings: MHLASettings) -> None:
-    """Raise ValueError if rows of text have fewer tokens than `shortest_row`."""
-    if num_tokens < shortest_row(settings):
-        got = f"{settings.window} with block_size {settings.block_size}"
-        expected = f"a window and one block of less than the {num_tokens} tokens of a row"
-        raise ValueError(f"window: got {got}, expected {expected}.")
 
 
 def check_report(report: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from ..models.encoder.encoder_attention import find_encoder_attentions
 from ..models.families import ENCODERS
 from ..models.language.causal_attention import find_causal_attentions
 from ..nn.core import softmax_attention
+from ..nn.heads import HeadSplit
 from .model_family import family_of
 
 
@@ -71,21 +72,20 @@ class KeptHeadsCore(nn.Module):
 
     def __init__(self, core: Any, kept_heads: Sequence[int], notify: Callable[[], object]) -> None:
         super().__init__()
-        self.core, self.kept_heads, self.notify = core, list(kept_heads), notify
+        self.core, self.split, self.notify = core, HeadSplit(kept_heads, core.num_kv_heads), notify
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **options: Any
     ) -> torch.Tensor:
         o = self.core(q, k, v, scale=scale, **options)
-        if self.kept_heads:
-            by_kv_head = o.unflatten(2, (k.shape[2], -1))
-            queries = q.unflatten(2, (k.shape[2], -1))[:, :, self.kept_heads].flatten(2, 3)
-            kept = softmax_attention(
-                queries, k[:, :, self.kept_heads], v[:, :, self.kept_heads], scale, self.core.causal
-            )
-            by_kv_head[:, :, self.kept_heads] = kept.unflatten(2, (len(self.kept_heads), -1)).to(o.dtype)
         self.notify()
-        return o
+        if not self.split.counts[True]:
+            return o
+        kept_q, kept_k, kept_v = (self.split.part(x, True, 2) for x in (q, k, v))
+        parts = {True: softmax_attention(kept_q, kept_k, kept_v, scale, self.core.causal).to(o.dtype)}
+        if self.split.counts[False]:
+            parts[False] = self.split.part(o, False, 2)
+        return self.split.join(parts, 2)
 
 
 def is_encoder(model: Any) -> bool:

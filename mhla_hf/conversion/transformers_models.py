@@ -2,18 +2,17 @@
 
 import copy
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..checkpoints.load import register_family, strip_code_references
-from ..models.derived_classes import attention_sizes, base_classes
+from ..models.derived_classes import attention_sizes, base_classes, change_class
 from ..models.families import ENCODER, TOWER, Family, family_of_type
 from ..nn.settings import MHLASettings, check_grid_settings, check_settings
 from .model_family import mhla_class
-from .steps import choose_settings, match_device_and_dtype
+from .steps import Requested, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
 REFUSED = {  # reason -> model types of causal and masked language models that do not convert
@@ -58,12 +57,9 @@ class NotConvertible(ValueError):
     """Raised for a model whose type or layers cannot be converted with any settings."""
 
 
-def checked_settings(
-    model: Any, family: Family, settings: MHLASettings | None, layers: str | Sequence[int] | None,
-    overrides: dict[str, Any]
-) -> MHLASettings:  # fmt: skip
+def checked_settings(model: Any, family: Family, requested: Requested) -> MHLASettings:
     """Resolve and check the settings of a conversion, with `layers` as a list of indices; the model is not changed."""
-    settings = choose_settings(settings, MHLASettings(**family.defaults), layers, overrides)
+    settings = requested.resolve(MHLASettings(**family.kind.defaults))
     if settings.rope == "after":
         raise ValueError('rope: got "after", expected "before": the base model rotates q and k before the feature map.')
     kind, is_encoder = family.kind, family.kind is ENCODER
@@ -94,13 +90,11 @@ def checked_settings(
     return replace(settings, layers=remaining_layers, softmax_heads=remaining_heads, num_blocks=num_blocks)
 
 
-def settings_with_text(
-    model: Any, family: Family, settings: MHLASettings | None, layers: str | Sequence[int] | None,
-    overrides: dict[str, Any]
-) -> MHLASettings:  # fmt: skip
+def settings_with_text(model: Any, family: Family, requested: Requested) -> MHLASettings:
     """Resolve and check the settings of a conversion with text, by default of all layers; the model is not changed."""
-    layers = "all" if layers is None and settings is None else layers
-    settings = checked_settings(model, family, settings, layers, overrides)
+    if requested.layers is None and requested.settings is None:
+        requested = requested._replace(layers="all")
+    settings = checked_settings(model, family, requested)
     if not settings.windowed or settings.softmax_heads:
         conflict = "softmax_heads" if settings.windowed else "windowed=False"
         expected = "windowed=True and no softmax_heads, which the conversion chooses"
@@ -108,12 +102,10 @@ def settings_with_text(
     return settings
 
 
-def convert_transformers_model(
-    model: Any, settings: MHLASettings | None, layers: str | Sequence[int] | None, overrides: dict[str, Any]
-) -> Any:
-    """Convert a model of transformers in place, and return it. See `convert` for the arguments."""
+def convert_transformers_model(model: Any, requested: Requested) -> Any:
+    """Convert a model of transformers in place, and return it."""
     family = convertible_family(model)
-    return convert_in_place(model, family, checked_settings(model, family, settings, layers, overrides))
+    return convert_in_place(model, family, checked_settings(model, family, requested))
 
 
 def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
@@ -138,7 +130,7 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
             module.config = mhla_config
     if generation_config is not None:
         model.generation_config = generation_config
-    model.__class__ = model_class
+    change_class(model, model_class)
     mhla_config.architectures = [model_class.__name__]
     model.install_mhla(settings)
     attentions = model.swap.find_attentions(model)
@@ -150,7 +142,7 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
 
 def restore_softmax(attention: Any, config: Any) -> None:
     """Turn the attention module of an MHLA layer into that of the base again, and delete its MHLA weights, in place."""
-    attention.__class__ = type(attention).__bases__[1]
+    change_class(attention, type(attention).__bases__[1])
     attention.config = config
     del attention.mhla
 

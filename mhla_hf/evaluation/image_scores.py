@@ -7,17 +7,16 @@ runs with transformers 5. Only with Inception's published weights is a Fréchet 
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from PIL import Image
-from tqdm import tqdm
 from transformers import CLIPModel, CLIPProcessor
 
-from ..checkpoints.fingerprint import hash_file, hash_json
+from ..checkpoints.fingerprint import hash_file
 from ..checkpoints.load import no_code_prompts, summarize_error, wrap_errors
 from ..checkpoints.values import checked, checked_field
 
@@ -54,9 +53,7 @@ class Extractor:
         return {name: values.detach().float().cpu().contiguous() for name, values in outputs.items()}
 
 
-def find_extractor(
-    extractor: object, weights: str | Path | None = None, device: torch.device | str = "cpu"
-) -> Extractor:
+def find_extractor(extractor: object, weights: str | Path | None = None, device: Any = "cpu") -> Extractor:
     """Return an `Extractor`: the object itself, Inception, or what a user's "module:function" returns."""
     if isinstance(extractor, Extractor):
         return extractor
@@ -74,12 +71,11 @@ def load_inception(weights: str | Path | None = None, device: torch.device | str
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
         needed = f"torch-fidelity and a torchvision that fits torch, of which one is missing ({summarize_error(error)})"
         raise ImportError(f"FID needs {needed}: pip install 'mhla_hf[images]'") from error
-    version = INCEPTION_SHA256 if weights is None else hash_file(weights) if Path(weights).is_file() else ""
-    genuine = version.startswith(INCEPTION_SHA256)
     with wrap_errors(f"weights: got {weights!r}, expected a file of Inception's weights"):
-        if weights is not None and version and not genuine:
+        version = INCEPTION_SHA256 if weights is None else hash_file(weights)
+        if not (genuine := version.startswith(INCEPTION_SHA256)):
             # torch-fidelity unpickles the file without restrictions, so it must be a file of plain tensors.
-            torch.load(weights, map_location="cpu", weights_only=True)
+            torch.load(str(weights), map_location="cpu", weights_only=True)
         outputs = ["2048", "logits_unbiased"]
         network = FeatureExtractorInceptionV3("inception", outputs, feature_extractor_weights_path=weights)
     network = network.to(device).eval()
@@ -98,22 +94,10 @@ def load_inception(weights: str | Path | None = None, device: torch.device | str
 
 def read_image(image: Any) -> torch.Tensor:
     """Return an image file, or an array uint8 [height, width, 3], as a tensor uint8 [3, height, width]."""
-    if isinstance(image, numpy.ndarray):
-        return torch.from_numpy(numpy.ascontiguousarray(image)).permute(2, 0, 1)
-    with wrap_errors(f"images: got {str(image)!r}, expected an image file"), Image.open(image) as opened:
-        return torch.from_numpy(numpy.array(opened.convert("RGB"))).permute(2, 0, 1)
-
-
-def hash_files(files: Iterable[Path], folder: Path, progress: bool = False) -> str:
-    bar = tqdm(sorted(files), desc=f"{folder}: reading", disable=not progress)
-    return hash_json([[file.relative_to(folder).as_posix(), hash_file(file)] for file in bar])
-
-
-def hash_source(source: Any, progress: bool = False) -> str | None:
-    """Return a hash of a local file or folder, any other value as a string, and None for None."""
-    if source is None or not (path := Path(source)).exists():
-        return source and str(source)
-    return hash_file(path) if path.is_file() else hash_files(filter(Path.is_file, path.rglob("*")), path, progress)
+    if not isinstance(image, numpy.ndarray):
+        with wrap_errors(f"images: got {str(image)!r}, expected an image file"), Image.open(image) as opened:
+            image = numpy.array(opened.convert("RGB"))
+    return torch.from_numpy(image).permute(2, 0, 1)
 
 
 class Moments(NamedTuple):
@@ -132,14 +116,12 @@ class Moments(NamedTuple):
 
 def frechet_distance(sample: Moments, reference: Moments) -> float:
     """Return |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), the Fréchet distance for means m and covariances C."""
-    sample_cov, reference_cov = sample.covariance.double(), reference.covariance.double()
-    values, vectors = torch.linalg.eigh(sample_cov)
+    values, vectors = torch.linalg.eigh(sample.covariance)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     # C1 C2 and C1^(1/2) C2 C1^(1/2) have the same eigenvalues, and the latter is symmetric.
-    overlap = torch.linalg.eigvalsh(root @ reference_cov @ root).clamp(min=0).sqrt().sum()
-    mean_distance = (sample.mean - reference.mean).double().square().sum()
-    distance = mean_distance + sample_cov.trace() + reference_cov.trace() - 2 * overlap
-    return max(0.0, distance.item())
+    overlap = torch.linalg.eigvalsh(root @ reference.covariance @ root).clamp(min=0).sqrt().sum()
+    distance = (sample.mean - reference.mean).square().sum() + sample.covariance.trace() + reference.covariance.trace()
+    return max(0.0, (distance - 2 * overlap).item())
 
 
 def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float | None]:
@@ -179,7 +161,7 @@ def precision_recall(
 
 
 def clip_scores(
-    paths: Sequence[Path], prompts: Sequence[str], clip: str | Path, device: torch.device | str, batch_size: int
+    paths: Sequence[Path], prompts: Sequence[str], clip: str | Path, device: Any, batch_size: int
 ) -> torch.Tensor:
     """Return 100 max(cosine, 0) of the embeddings of N images and their prompts, fp64 [N]. Long prompts are truncated."""
     with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():

@@ -19,7 +19,7 @@ from ..checkpoints.file_io import atomic_file
 from ..checkpoints.fingerprint import hash_json
 from ..checkpoints.load import choose_device, load_classifier, wrap_errors
 from ..checkpoints.values import at_least, checked, read_settings
-from ..data import load_split
+from ..data import hash_files, hash_source, load_split
 from ..training.datasets.images import IMAGE_ENDINGS, open_images, top1_accuracy
 from ..training.datasets.latents import read_prompt_lines
 from . import image_scores
@@ -27,16 +27,12 @@ from .image_scores import Moments
 from .records import Results
 from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
 
-FEATURES_BY_METRIC = {
-    "FID": "features",
-    "sFID": "spatial",
-    "IS": "logits",
-    "precision": "features",
-    "recall": "features",
-}
+# Metric -> the features from which it is computed.
+FEATURES = {"FID": "features", "sFID": "spatial", "IS": "logits", "precision": "features", "recall": "features"}
+METRICS = (*FEATURES, "CLIP score")
+DISTANCES = {"FID", "sFID"}  # metrics of which lower is better
+REFERENCE_METRICS = {*DISTANCES, "precision", "recall"}  # metrics that compare with a reference
 CHUNK = 1000  # images per file in the cache of features
-METRICS = (*FEATURES_BY_METRIC, "CLIP score")
-REFERENCE_METRICS = set(FEATURES_BY_METRIC) - {"IS"}  # metrics that compare with a reference
 MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # names in ADM's .npz files
 
 
@@ -68,10 +64,8 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
     metrics = set(args.recipe.tasks)
     if unknown := sorted(metrics - set(METRICS)):
         raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
-    path = Path(protocol.reference or "")
-    if metrics & REFERENCE_METRICS and not ((path.suffix == ".npz" and path.is_file()) or path.is_dir()):
-        expected = "a folder of images or ADM's .npz file"
-        raise ValueError(f"settings: reference: got {protocol.reference!r}, expected {expected}.")
+    if metrics & REFERENCE_METRICS and not (protocol.reference and Path(protocol.reference).exists()):
+        raise ValueError(f"settings: reference: got {protocol.reference!r}, expected ADM's .npz or a folder of images.")
     if "CLIP score" in metrics and protocol.prompts is None:
         raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
     subjects = find_subjects(models, args, pipeline=True)
@@ -79,9 +73,9 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
         progress = args.progress and state.is_main_process
         content = {name: getattr(protocol, name) for name in ("name", "classes", "sampling", "neighbors", "splits")}
         for name in ("reference", "prompts", "clip"):
-            content[name] = image_scores.hash_source(getattr(protocol, name), progress)
+            content[name] = hash_source(getattr(protocol, name), progress)
         extractor = None
-        if metrics & set(FEATURES_BY_METRIC):
+        if metrics & set(FEATURES):
             device = choose_device(args.device or state.device)
             extractor = image_scores.find_extractor(protocol.extractor, protocol.weights, device)
             content["extractor"] = [extractor.name, extractor.genuine, extractor.version]
@@ -91,24 +85,16 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
 class _Judge(PipelineJudge):
     """Scores one pipeline. `content`, model, number of images, and seed determine the scores."""
 
+    noun, output_type = "images", "pil"
+
     def __init__(self, subject: Subject, protocol: Any, state: Any, extractor: Any, content: Mapping[str, Any]) -> None:
-        super().__init__(subject, protocol, state)
+        self.count = min(protocol.images, subject.args.limit or protocol.images)
+        super().__init__(subject, protocol, state, protocol.name, [self.count, content])
         self.extractor, self.content = extractor, content
-        self.count = min(protocol.images, self.args.limit or protocol.images)
-        self.hash = hash_json([VERSION, self.count, content])
+        self.labels |= {metric: extractor.label(metric) for metric in self.labels if metric in FEATURES}
 
-    def run(self) -> Results:
-        """Return all requested scores, after measuring those that are not known."""
-        task = self.protocol.name
-        labels = {name: self.label(name) for name in self.args.recipe.tasks}
-        key = {"task": task, "task_hash": self.hash}
-        if missing := {name for name, label in labels.items() if not self.subject.knows(metric=label, **key)}:
-            self._score(missing)
-        requested = {(task, label, self.count, self.args.limit) for label in labels.values()}
-        return Results(r for r in self.subject.kept if (r.task, r.metric, r.samples, r.limit) in requested)
-
-    def label(self, name: str) -> str:
-        return self.extractor.label(name) if name in FEATURES_BY_METRIC else name
+    def save(self, output: Any, path: Path) -> None:
+        output.save(path, "PNG")
 
     def _features(self, images: Sequence[Any], cache: Path, label: str) -> dict[str, torch.Tensor] | None:
         """Return {name: features [N, ...]} of N images (paths or an array); None outside the main process.
@@ -134,7 +120,7 @@ class _Judge(PipelineJudge):
             return None
         stored = [load_file(file) for file in chunks]
         features = {name: torch.cat([part[name] for part in stored]) for name in stored[0]}
-        for metric, name in FEATURES_BY_METRIC.items():
+        for metric, name in FEATURES.items():
             if metric in self.args.recipe.tasks and name not in features:
                 expected = f"one with {name} features for {metric}"
                 raise ValueError(f"extractor: got {self.extractor.name!r}, expected {expected}.")
@@ -146,17 +132,16 @@ class _Judge(PipelineJudge):
         Moments in an .npz file are Inception's. For another extractor, they are computed from the file's images.
         """
         path = Path(self.protocol.reference)
-        moments = {}
+        moments: dict[str, Moments] = {}
         if path.is_dir():
             images: Any = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_ENDINGS)
         else:
             message = f"reference: got {str(path)!r}, expected an .npz file"
             with wrap_errors(message), numpy.load(path, allow_pickle=False) as file:
-                stored = {name: arrays for name, arrays in MOMENTS.items() if set(arrays) <= set(file.files)}
-                for name, arrays in stored.items() if self.extractor.genuine else ():
-                    moments[name] = Moments(*(torch.from_numpy(file[array]) for array in arrays))
-                needed_moments = {FEATURES_BY_METRIC[name] for name in missing & {"FID", "sFID"}}
-                if needed_moments <= set(moments) and not missing & {"precision", "recall"}:
+                for name, arrays in MOMENTS.items():
+                    if self.extractor.genuine and set(arrays) <= set(file.files):
+                        moments[name] = Moments(*(torch.from_numpy(file[array]).double() for array in arrays))
+                if not missing & {"precision", "recall"} and {FEATURES[x] for x in missing & DISTANCES} <= set(moments):
                     return None, moments
                 images = file["arr_0"] if "arr_0" in file.files else ()
         if not len(images):
@@ -181,53 +166,46 @@ class _Judge(PipelineJudge):
             conditions = [prompts[index % len(prompts)] for index in range(count)]
         return [Sample(f"{i:06d}.png", c, seed_of_sample(self.seed, i)) for i, c in enumerate(conditions)]
 
-    def _score(self, missing: set[str]) -> None:
-        """Generate the images, then compute and store the `missing` metrics."""
-        started = time.perf_counter()
-        plan, name, count = self._plan(), self.subject.name, self.count
-        folder = self.folder / f"{self.protocol.name}-{count}"
+    def measure(self, metrics: Sequence[str]) -> None:
+        started, missing = time.perf_counter(), set(metrics)
+        plan, count = self._plan(), self.count
+        folder = self.folder / f"{self.task}-{count}"
         # Before images are generated, so that an invalid reference is reported early.
         reference: Any = self._reference(missing) if missing & REFERENCE_METRICS else (None, {})
         reference_features, reference_moments = reference
-        sampling = {"output_type": "pil", **self.protocol.sampling}
-        options = {"batch_size": self.args.batch_size, "label": f"{name}: images"}
-        identity = {"plan": hash_json(plan)}
-        self.make(folder, plan, identity, sampling, lambda image, path: image.save(path, "PNG"), **options)
+        self.make(folder, plan, {"plan": hash_json(plan)}, self.args.batch_size)
         paths = [folder / sample.name for sample in plan]
         features: Any = None
-        if missing & set(FEATURES_BY_METRIC):
-            features = self._features(paths, folder / f"features-{self.hash}", f"{name}: features")
+        if missing & set(FEATURES):
+            features = self._features(paths, folder / f"features-{self.hash}", f"{self.subject.name}: features")
         if not self.state.is_main_process:
             return
-        scores: dict[str, tuple[Any, ...]] = {}  # metric -> value, standard error, higher is better, number of images
-        for metric in missing & {"FID", "sFID"}:
-            kind = FEATURES_BY_METRIC[metric]
+        scores: dict[str, tuple[float, float | None]] = {}  # metric -> value, standard error
+        for metric in missing & DISTANCES:
+            kind = FEATURES[metric]
             distance = image_scores.frechet_distance(Moments.of(features[kind]), reference_moments[kind])
-            scores[metric] = distance, None, False, count
+            scores[metric] = distance, None
         if "IS" in missing:
-            score, error = image_scores.inception_score(features["logits"], self.protocol.splits, self.seed)
-            scores["IS"] = score, error, True, count
+            scores["IS"] = image_scores.inception_score(features["logits"], self.protocol.splits, self.seed)
         if missing & {"precision", "recall"}:
             neighbors = self.protocol.neighbors
             precision, recall = image_scores.precision_recall(features["features"], reference_features, neighbors)
-            scores["precision"] = precision, image_scores.fraction_error(precision, count), True, count
-            scores["recall"] = recall, image_scores.fraction_error(recall, len(reference_features)), True, count
+            scores["precision"] = precision, image_scores.fraction_error(precision, count)
+            scores["recall"] = recall, image_scores.fraction_error(recall, len(reference_features))
         if "CLIP score" in missing:
             prompts = [sample.condition for sample in plan]
             values = image_scores.clip_scores(paths, prompts, self.protocol.clip, self.device, self.args.batch_size)
-            error = (values.std() / count**0.5).item() if count > 1 else None
-            scores["CLIP score"] = values.mean().item(), error, True, count
-        labeled = {self.label(metric): scores[metric] for metric in scores if metric in missing}
-        options = {"keep_other_sample_counts": True}
-        self.subject.store_scores(self.protocol.name, labeled, self.hash, started, self.device, **options)
+            scores["CLIP score"] = values.mean().item(), (values.std() / count**0.5).item() if count > 1 else None
+        labeled = {self.labels[metric]: (*scores[metric], metric not in DISTANCES, count) for metric in metrics}
+        self.subject.store_scores(self.task, labeled, self.hash, started, self.device)
 
 
 @checked
 class ClassificationProtocol:
     """Settings of a recipe of kind "classification"."""
 
+    data: str | Path  # folder with a folder of images per class, or Hub id of a dataset
     name: str = "images"  # of the task in tables
-    data: str | Path | None = None  # folder with a folder of images per class, or Hub id of a dataset
     split: str = "validation"  # of a dataset
     processor: object = None  # an image processor, or a folder or Hub id of one; None means the model's own
 
@@ -237,8 +215,6 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
     protocol = read_settings(ClassificationProtocol, args.recipe.settings)
     if list(args.recipe.tasks) != ["acc"]:
         raise ValueError(f"tasks: got {list(args.recipe.tasks)}, expected ['acc'] for classifiers.")
-    if not protocol.data:
-        raise ValueError("settings: data: got none, expected a folder with a folder of images per class, or a dataset.")
     subjects = find_subjects(models, args)
     processor: Any = protocol.processor
     if isinstance(processor, (str, Path)):
@@ -251,11 +227,10 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
         chosen = [index * len(images) // args.limit for index in range(args.limit)]  # spread over the classes
         items = [images.items[number] for number in chosen]
         images = dataclasses.replace(images, items=items, labels=images.labels[chosen], class_names=names)
-    data = image_scores.hash_files(images.items, folder, args.progress) if folder.is_dir() else images.identity
-    # The fingerprint of a model covers its own processor.
-    processor_settings = processor and processor.to_json_string()
+    data = hash_files(images.items, folder, args.progress) if folder.is_dir() else images.identity
     task, count = protocol.name, len(images)
-    task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor_settings])
+    # The fingerprint of a model covers its own processor.
+    task_hash = hash_json([VERSION, data, images.labels.tolist(), names, processor and processor.to_json_string()])
     for subject in subjects:
         if subject.knows(task=task, metric="acc", task_hash=task_hash):
             continue
@@ -267,4 +242,4 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
         accuracy = top1_accuracy(model, images.renumber_for(model.config), used_processor, args.batch_size, bar)
         scores = {"acc": (accuracy, image_scores.fraction_error(accuracy, count), True, count)}
         subject.store_scores(task, scores, task_hash, started, model.device)
-    return {x.name: Results(r for r in x.kept if (r.task, r.limit) == (task, args.limit)) for x in subjects}
+    return {subject.name: subject.kept.where(task=task, limit=args.limit) for subject in subjects}

@@ -9,7 +9,6 @@ about 256 tokens before the question.
 
 import itertools
 import json
-import math
 import random
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -18,24 +17,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ..facts import NUM_FREQUENT_WORDS, list_words
+from ..facts import draw_facts
 
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)  # RULER's
-OBJECTS = tuple(
-    """anchor basket candle drawer engine feather garden hammer island jacket kettle ladder mirror needle orchard pencil
-    quarry ribbon saddle tunnel umbrella valley window yard bridge castle desert forest harbor lantern meadow
-    river""".split()  # noqa: SIM905
-)
-# Kind of fact -> beginning and end of its line, around the answer.
-LINES = {"codes": ("The code of the {} is", ".\n"), "lookups": ("- {}", "\n")}
-# Lookups take the last NUM_WORDS of the first NUM_FREQUENT_WORDS words of a vocabulary: familiar, yet rare in the text.
-NUM_WORDS = 120
+# RULER's filler.
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 NUM_EXAMPLES = 3  # lookups that are repeated before a question, to show what is asked
 ANSWER_TOKENS = 32
 LINE_WIDTH = 120  # characters of a line of filler
@@ -90,13 +75,6 @@ class Question(NamedTuple):
     choices: list[str]  # the answers of all facts of this kind
 
 
-def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Choose names and a third as many values of lookups: lowercase words that are one token with the space before."""
-    words = list_words(tokenizer)[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
-    random.Random("words").shuffle(words)
-    return words[len(words) // 4 :], words[: len(words) // 4]
-
-
 def filler_lines(text: str | None) -> list[str]:
     lines = [part for line in (text or "").splitlines() for part in textwrap.wrap(line, LINE_WIDTH)]
     return [f"{line}\n" for line in lines or NOISE]
@@ -115,15 +93,15 @@ def make_text(
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    statements = _make_statements(tokenizer, [kind for kind, _ in facts], rng)
+    drawn = draw_facts(tokenizer, [kind for kind, _ in facts], rng)
     questions = []
-    for kind, start, answer, _ in statements:
-        others = ["".join(other[1:]) for other in statements if other[0] == kind and other[1] != start]
-        choices = [other[2] for other in statements if other[0] == kind]
-        prompt = "\n" + "".join(rng.sample(others, min(examples[kind], len(others)))) + start
-        questions.append((kind, prompt, answer, choices))
-    room = length - reserve - max(count(prompt) for _, prompt, _, _ in questions)
-    room_for_filler = room - sum(count("".join(statement[1:])) for statement in statements)
+    for fact in drawn:
+        same_kind = [other for other in drawn if other.kind == fact.kind]
+        others = [other.line for other in same_kind if other.start != fact.start]
+        prompt = "\n" + "".join(rng.sample(others, min(examples[fact.kind], len(others)))) + fact.start
+        questions.append(Question(fact.kind, 0, prompt, fact.answer, [other.answer for other in same_kind]))
+    room = length - reserve - max(count(question.prompt) for question in questions)
+    room_for_filler = room - sum(count(fact.line) for fact in drawn)
     first = rng.randrange(len(lines))
     filler: list[str] = []
     for line in itertools.cycle([*lines[first:], *lines[:first]]):
@@ -134,30 +112,15 @@ def make_text(
     while True:
         if len(filler) < len(facts) - 1:
             raise ValueError(f"lengths: got {length}, expected more tokens for {len(facts)} facts.")
-        pieces, ends = list(filler), []
-        # The first tokens are sinks, to which every token attends: no fact is the first line.
-        places = [max(1, round(depth / 100 * len(filler))) + index for index, (_, depth) in enumerate(facts)]
-        for place, statement in zip(places, statements, strict=True):
-            pieces.insert(place, "".join(statement[1:]))
-            ends.append(sum(map(len, pieces[: place + 1])))
-        if count("".join(pieces)) <= room:
-            break
+        pieces = list(filler)
+        for index, (_, depth) in enumerate(facts):
+            # The first tokens are sinks, to which every token attends: no fact is the first line.
+            place = max(1, round(depth / 100 * len(filler))) + index
+            pieces.insert(place, drawn[index].line)
+            questions[index] = questions[index]._replace(end=sum(map(len, pieces[: place + 1])))
+        if count(text := "".join(pieces)) <= room:
+            return text, questions
         filler.pop()  # a line can have more tokens after another line than alone
-    return "".join(pieces), [Question(x[0], end, *x[1:]) for end, x in zip(ends, questions, strict=True)]
-
-
-def _make_statements(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -> list[tuple[str, str, str, str]]:
-    """Return for each fact its kind, and the beginning, the answer, and the end of its line."""
-    num_codes, num_lookups = (kinds.count(kind) for kind in ("codes", "lookups"))
-    codes = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
-    names, values = choose_words(tokenizer) if num_lookups else ([], [])
-    if num_lookups > 3 * len(values):
-        got = f"{len(names) + len(values)} lowercase words of one token"
-        raise ValueError(f"tokenizer: got {got}, expected at least {4 * math.ceil(num_lookups / 3)}.")
-    values = rng.sample(values, num_lookups) if num_lookups <= len(values) else rng.choices(values, k=num_lookups)
-    pairs = {"codes": codes, "lookups": zip(rng.sample(names, num_lookups), values, strict=True)}
-    chosen = [(kind, *LINES[kind], *next(pairs[kind])) for kind in kinds]
-    return [(kind, start.format(name), f" {answer}", end) for kind, start, end, name, answer in chosen]
 
 
 def make_recall(
@@ -188,7 +151,6 @@ def make_recall(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "local_data.py").write_text(LOADER, encoding="utf-8")
     lines, depths = filler_lines(text), sorted(depths)
-    names = []
     for length in lengths:
         rows: dict[str, list[dict[str, Any]]] = {TASKS[task][0]: [] for task in tasks}
         for kind, item in itertools.product(rows, range(items)):
@@ -199,9 +161,8 @@ def make_recall(
                 row = {"context": context + question.prompt, "target": question.answer, "choices": question.choices}
                 rows[kind].append({**row, "answer": answer, "back": round(length * (100 - depth) / 100)})
         for task in tasks:
-            names.append(f"{task}_{length}")
-            write_task(folder, names[-1], task, rows[TASKS[task][0]])
-    return names
+            write_task(folder, f"{task}_{length}", task, rows[TASKS[task][0]])
+    return [f"{task}_{length}" for length in lengths for task in tasks]
 
 
 def write_task(folder: Path, name: str, task: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,17 +1,17 @@
 """Records of scores, the results file of a model (results.json), and tables and plots that compare models."""
 
 import dataclasses
-import itertools
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints.file_io import read_json, wrap_errors, write_json
 from ..checkpoints.values import Number, checked, checked_field, read_settings
-from ..plots import PALETTE, drawing, render_rows
+from ..plots import draw_scores, render_rows
 
 FILE_NAME = "results.json"
 FORMAT_VERSION = 1
@@ -84,17 +84,16 @@ class Results(list[Result]):
         fields = 5 if keep_other_sample_counts else 4
         replaced = {record.identity[:fields] for record in new}
         kept = [record for record in self if record.identity[:fields] not in replaced]
-        merged = {record.identity: record for record in [*kept, *new]}
-        self[:] = sorted(merged.values(), key=lambda record: tuple(map(str, record.identity)))
+        self[:] = sorted([*kept, *new], key=lambda record: tuple(map(str, record.identity)))
         return self
 
-    def of(self, fingerprint: str) -> "Results":
-        return Results(record for record in self if record.fingerprint == fingerprint)
+    def where(self, **fields: Any) -> "Results":
+        """Return the records with these values of fields."""
+        return Results(record for record in self if fields.items() <= vars(record).items())
 
     def find(self, task: str, metric: str, limit: float | None = None) -> Result | None:
         """Return the record of a metric at `limit` (None: the whole task) with the most samples, or None without one."""
-        matches = [r for r in self if (r.task, r.metric, r.limit) == (task, metric, limit)]
-        return max(matches, key=lambda record: record.samples, default=None)
+        return max(self.where(task=task, metric=metric, limit=limit), key=lambda record: record.samples, default=None)
 
     def write(self, path: str | Path) -> Path:
         content = {"format_version": FORMAT_VERSION, "results": [dataclasses.asdict(record) for record in self]}
@@ -142,9 +141,7 @@ def natural_sort_key(identity: tuple[Any, ...]) -> list[tuple[float, str]]:
     return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts]
 
 
-def compute_paper_values(
-    records: Sequence[Result], columns: Mapping[str, Mapping[str, Any]]
-) -> dict[str, tuple[float, float | None]]:
+def compute_paper_values(records: Sequence[Result], columns: Mapping[str, Any]) -> dict[str, tuple[float, Any]]:
     """Return {label: (value, standard error or None)} for the columns of a recipe that the scores of one model can fill.
 
     A column is {"task", "metric", "percent", "higher_is_better"}, or {"mean_of": labels}, the mean of other columns.
@@ -182,7 +179,7 @@ class Comparison(dict[str, Results]):
             values = compute_paper_values(records, self.columns)
             cells = (format_score(*values[label], places=2) if label in values else "" for label in self.columns)
             rows.append([name, *cells])
-        header = ["model", *(_add_arrow(label, self.columns) for label in self.columns)]
+        header = ["model", *map(self._title, self.columns)]
         return render_rows(header, rows, style, left=1) if any(any(row[1:]) for row in rows) else ""
 
     def plot(self, path: str | Path) -> Path:
@@ -192,57 +189,26 @@ class Comparison(dict[str, Results]):
         Recall by depth and speed by length are drawn as curves.
         """
         columns = {name: compute_paper_values(records, self.columns) for name, records in self.items()}
-        points: dict[str, Any] = {}  # title -> model -> value, standard error
-        curves: dict[str, Any] = {}  # title -> model -> list of position, value, standard error
+        points: Any = defaultdict(dict)  # title -> model -> value, standard error
+        curves: Any = defaultdict(
+            lambda: defaultdict(list)
+        )  # title -> model -> list of position, value, standard error
         for name, records in self.items():
             for label, score in columns[name].items():
-                points.setdefault(_add_arrow(label, self.columns), {})[name] = score
+                points[self._title(label)][name] = score
             for record in (record for record in records if record.value is not None):
                 metric, separator, position = record.metric.rpartition("_" if record.task == SPEED else "_back_")
                 if separator and position.isdecimal():
                     title = f"{record.task}\n{metric}, by {'length ↓' if record.task == SPEED else 'depth'}"
-                    curve = curves.setdefault(title, {}).setdefault(name, [])
-                    curve.append((int(position), record.value, record.stderr or 0.0))
+                    curves[title][name].append((int(position), record.value, record.stderr or 0.0))
                 elif not any(columns.values()):
                     shots = f", {record.shots} shots" if record.shots else ""
                     title = f"{record.task}\n{record.metric}{shots}{ARROWS[record.higher_is_better]}"
-                    points.setdefault(title, {})[name] = (record.value, record.stderr)
-        panels = [*points.items(), *curves.items()]
-        if not panels:
+                    points[title][name] = (record.value, record.stderr)
+        if not points and not curves:
             raise ValueError("plot: got no score, expected at least one.")
-        colors = dict(zip(self, itertools.cycle(PALETTE), strict=False))
-        num_columns, num_rows = min(4, len(panels)), math.ceil(len(panels) / 4)
-        size = (3.4 * num_columns + 0.8, max(1.1 + 0.34 * len(colors), 2.2 if curves else 0) * num_rows + 0.5)
-        with drawing(path, num_rows, num_columns, figsize=size) as (_, grid):
-            for cell in grid.flat[len(panels) :]:
-                cell.set_visible(False)
-            for cell, (title, values) in zip(grid.flat, panels, strict=False):
-                (_draw_curves if title in curves else _draw_points)(cell, title, values, colors)
-                cell.set_title(title, fontsize=9.5)
+        draw_scores(path, list(self), points, curves)
         return Path(path)
 
-
-def _add_arrow(label: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
-    return label + ARROWS[columns[label].get("higher_is_better", True)]
-
-
-def _draw_points(axes: Any, title: str, values: Mapping[str, Any], colors: Mapping[str, str]) -> None:
-    label = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-    for name, (value, error) in values.items():
-        row = list(colors).index(name)
-        axes.errorbar(value, row, xerr=error, fmt="o", color=colors[name], markersize=6, capsize=3, linewidth=1.6)
-        axes.annotate(f"{value:.4g}", (value, row), **label)
-    axes.set_yticks(range(len(colors)), list(colors))
-    axes.set_ylim(len(colors) - 0.4, -0.8)
-    axes.grid(True, axis="x")
-    axes.margins(x=0.2)
-
-
-def _draw_curves(axes: Any, title: str, lines: Mapping[str, Any], colors: Mapping[str, str]) -> None:
-    for name, points in lines.items():
-        positions, values, errors = zip(*sorted(points), strict=True)
-        style = {"marker": "o", "markersize": 4, "capsize": 2, "color": colors[name], "label": name}
-        axes.errorbar(positions, values, yerr=errors, **style)
-    axes.set(xlabel="tokens" if title.startswith(SPEED) else "tokens from the fact to the question", ylim=(0, None))
-    axes.grid(True)
-    axes.legend(fontsize=8)
+    def _title(self, label: str) -> str:
+        return label + ARROWS[self.columns[label].get("higher_is_better", True)]

@@ -27,10 +27,7 @@ JUDGES = {
     "speed": (".speed", "judge_speed"),
 }
 LANGUAGE_ONLY = ("tokenizer", "include_path", "data_files", "num_fewshot", "max_length")
-UNUSED = {
-    "language": (),
-    "speed": (*LANGUAGE_ONLY, "limit"),
-}  # arguments that have no effect; `LANGUAGE_ONLY` by default
+UNUSED = {"language": (), "speed": (*LANGUAGE_ONLY, "limit")}  # arguments without effect; `LANGUAGE_ONLY` by default
 
 
 @checked
@@ -112,9 +109,8 @@ class EvaluationArgs:
         for name in UNUSED.get(self.recipe.kind, LANGUAGE_ONLY):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: got a value with the recipe {self.recipe.name!r}, expected None.")
-        self.include_path = (
-            [self.include_path] if isinstance(self.include_path, (str, Path)) else self.include_path or []
-        )
+        paths = self.include_path or []
+        self.include_path = [paths] if isinstance(paths, (str, Path)) else paths
 
 
 def evaluate(

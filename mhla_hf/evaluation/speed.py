@@ -1,5 +1,6 @@
 """Time language models, which take turns, by context length, and count the bytes of their caches ("speed")."""
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -27,15 +28,16 @@ class SpeedProtocol:
     def validate_lengths(self) -> None:
         self.lengths = [self.lengths] if isinstance(self.lengths, int) else self.lengths
         if min(self.lengths, default=0) < 1:
-            raise ValueError(f"lengths: got {self.lengths!r}, expected whole numbers of tokens.")
+            raise ValueError(f"lengths: got {self.lengths!r}, expected one or more numbers of tokens, each at least 1.")
 
 
 def judge_speed(models: object, args: Any) -> dict[str, Results]:
     """Time language models, unless the times of exactly these models are known."""
-    protocol, subjects = read_settings(SpeedProtocol, args.recipe.settings), find_subjects(models, args)
+    protocol: Any = read_settings(SpeedProtocol, args.recipe.settings)
+    subjects = find_subjects(models, args)
     args.command = args.command or format_command(subjects)
     task_hash = hash_json([VERSION, sorted(x.fingerprint for x in subjects), *vars(protocol).values(), args.device])
-    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS for length in protocol.lengths]  # type: ignore[union-attr]
+    metrics = [f"{metric}_{length}" for metric in SPEED_METRICS for length in protocol.lengths]
     if not all(x.knows(task=SPEED, metric=metric, task_hash=task_hash) for x in subjects for metric in metrics):
         started = time.perf_counter()
         loaded = {subject.name: subject.load(load_language_model)[0] for subject in subjects}
@@ -43,32 +45,28 @@ def judge_speed(models: object, args: Any) -> dict[str, Results]:
         for subject in subjects:
             scores = {metric: (value, None, False, protocol.rounds) for metric, value in measured[subject.name].items()}
             subject.store_scores(SPEED, scores, task_hash, started, loaded[subject.name].device)
-    return {subject.name: Results(r for r in subject.kept if r.task_hash == task_hash) for subject in subjects}
+    return {subject.name: subject.kept.where(task_hash=task_hash) for subject in subjects}
 
 
-def measure_speed(models: Mapping[str, Any], protocol: SpeedProtocol, progress: bool) -> dict[str, dict[str, float]]:
+def measure_speed(models: Mapping[str, Any], protocol: Any, progress: bool) -> dict[str, dict[str, float]]:
     """Time models on random tokens; return {model: {metric: value}} with metrics such as "forward_ms_512"."""
-    lengths: Any = protocol.lengths
+    lengths = protocol.lengths
     for name, model in models.items():
         if max(lengths) + protocol.decode_tokens > (limit := max_positions(model.config)):
             got = f"{max(lengths)} tokens and {protocol.decode_tokens} more"
             raise ValueError(f"lengths: got {got}, expected at most the {limit} positions of {name!r}.")
     vocabulary = min(model.config.vocab_size for model in models.values())
     ids = torch.randint(vocabulary, (1, max(lengths)), generator=torch.Generator().manual_seed(0))
-    training = {name: model.training for name, model in models.items()}
     best: dict[str, dict[str, float]] = {name: {} for name in models}
     runs = [(length, name) for length in lengths for _ in range(protocol.rounds) for name in models]
-    try:
-        with torch.inference_mode():
-            for model in models.values():
-                time_once(model.eval(), ids[:, :64], protocol.decode_tokens)
-            for length, name in tqdm(runs, desc="speed", unit="run", disable=not progress):
-                for metric, value in time_once(models[name], ids[:, :length], protocol.decode_tokens).items():
-                    key = f"{metric}_{length}"
-                    best[name][key] = min(best[name].get(key, value), value)
-    finally:
-        for name, model in models.items():
-            model.train(training[name])
+    with torch.inference_mode(), contextlib.ExitStack() as stack:
+        for model in models.values():
+            stack.callback(model.train, model.training)
+            time_once(model.eval(), ids[:, :64], protocol.decode_tokens)
+        for length, name in tqdm(runs, desc="speed", unit="run", disable=not progress):
+            for metric, value in time_once(models[name], ids[:, :length], protocol.decode_tokens).items():
+                key = f"{metric}_{length}"
+                best[name][key] = min(best[name].get(key, value), value)
     return best
 
 

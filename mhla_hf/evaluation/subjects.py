@@ -23,7 +23,7 @@ from huggingface_hub import HfApi
 from tqdm import tqdm
 
 from ..checkpoints.file_io import atomic_file, can_resume, check_writable, resolve_model_name, wrap_errors, write_json
-from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model
+from ..checkpoints.fingerprint import PIPELINE_INDEX, fingerprint_folder, fingerprint_model, hash_json
 from ..checkpoints.load import choose_device, load_config, load_pipeline, read_stored_dtype
 from ..checkpoints.provenance import describe_run
 from .records import Result, Results, results_path
@@ -64,12 +64,12 @@ class Subject:
     def knows(self, **fields: Any) -> bool:
         """Return whether a stored score with these fields, and this evaluation's limit, seed and dtype, can be reused."""
         fields = {"limit": self.args.limit, "seed": self.args.seed or 0, "dtype": self.dtype, **fields}
-        return not self.args.force and any(fields.items() <= vars(record).items() for record in self.kept)
+        return not self.args.force and bool(self.kept.where(**fields))
 
-    def store(self, records: Sequence[Result], keep_other_sample_counts: bool = False) -> None:
+    def store(self, records: Sequence[Result]) -> None:
         """Add records to the known scores and to the results file, from which scores of other weights are removed."""
-        stored = self.kept if self.target is None else Results.read(self.target).of(self.fingerprint)
-        self.kept = stored.merge(records, keep_other_sample_counts)
+        stored = self.kept if self.target is None else Results.read(self.target).where(fingerprint=self.fingerprint)
+        self.kept = stored.merge(records, keep_other_sample_counts=self.args.recipe.kind == "image")
         if self.target is not None:
             self.kept.write(self.target)
             tasks = ", ".join(dict.fromkeys(record.task for record in records))
@@ -86,21 +86,17 @@ class Subject:
             "limit": self.args.limit,
         }
 
-    def store_scores(
-        self, task: str, scores: Mapping[str, tuple[Any, ...]], task_hash: str, started: float,
-        device: torch.device | str, keep_other_sample_counts: bool = False,
-    ) -> None:  # fmt: skip
+    def store_scores(self, task: str, scores: Mapping[str, tuple], task_hash: str, started: float, device: Any) -> None:
         """Store `scores` of our own metrics, {metric: (value, standard error or None, higher is better, samples)}.
 
         `started` is the `time.perf_counter` at which the measurement began.
         """
         facts = {**self.provenance(device), "task": task, "task_hash": task_hash, "task_version": VERSION}
         facts |= {"shots": 0, "seed": self.args.seed or 0, "seconds": round(time.perf_counter() - started, 3)}
-        records = [
+        self.store([
             Result(metric=metric, value=value, stderr=stderr, higher_is_better=is_better, samples=samples, **facts)
             for metric, (value, stderr, is_better, samples) in scores.items()
-        ]
-        self.store(records, keep_other_sample_counts)
+        ])  # fmt: skip
 
 
 def format_command(subjects: Sequence[Subject], task: str | None = None) -> str:
@@ -126,10 +122,8 @@ def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subjec
     """Check the models passed to `evaluate`, without loading them, and name them after their class or path."""
     if not isinstance(models, dict):
         model_list = models if isinstance(models, (list, tuple)) else [models]
-        parts: list[tuple[str, ...]] = [(type(model).__name__,) for model in model_list]
-        for index, model in enumerate(model_list):
-            if isinstance(model, (str, Path)):
-                parts[index] = Path(model).resolve().parts if Path(model).exists() else (str(model),)
+        titles = [model if isinstance(model, (str, Path)) else type(model).__name__ for model in model_list]
+        parts = [Path(title).resolve().parts if os.path.exists(title) else (str(title),) for title in titles]
         last = [part[-1] for part in parts]
         names = ["/".join(part[-2:]) if last.count(part[-1]) > 1 else part[-1] for part in parts]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
@@ -169,10 +163,9 @@ def _make_subject(name: str, model: Any, args: Any, pipeline: bool) -> Subject:
             raise TypeError(f"models: got {name!r} of type {type(model).__name__}, expected {expected}.")
         fingerprint = fingerprint_model(model)
         dtype = str(model.dtype).removeprefix("torch.")
-    kept = Results()
     if target is not None:
         check_writable(target, "output")
-        kept = Results.read(target).of(fingerprint)
+    kept = Results.read(target).where(fingerprint=fingerprint) if target else Results()
     if kept and not args.force:
         logger.info("%s: the scores in %s are read, not run again", name, target)
     return Subject(name, model, fingerprint, dtype, target, kept, args)
@@ -218,28 +211,41 @@ def seed_of_sample(seed: int, index: int) -> int:
 
 
 class PipelineJudge:
-    """Generates the samples of a pipeline, which subclasses score. All processes must create it, and call `make`."""
+    """Scores one pipeline on `task`. All processes must create it, and call `run`. Subclasses define its attributes."""
 
-    def __init__(self, subject: Subject, protocol: Any, state: Any) -> None:
+    noun: str  # what the samples are
+    output_type: str  # of the pipeline
+    save: Any  # method that writes an output of the pipeline to a path
+    measure: Any  # method that generates the samples for a list of metrics, and stores their scores in the main process
+    totals: tuple[str, ...] = ()  # metrics that are computed from others
+
+    def __init__(self, subject: Subject, protocol: Any, state: Any, task: str, content: Sequence[Any]) -> None:
+        """`content` is what determines the scores, besides the model, the seed and the limit."""
         self.subject, self.protocol, self.state = subject, protocol, state
+        self.task, self.hash = task, hash_json([VERSION, *content])
         self.args = args = subject.args
+        self.labels = {metric: metric for metric in args.recipe.tasks}  # metric -> its name in tables
         self.seed = args.seed or 0
         self.progress = args.progress and state.is_main_process
-        source_device = getattr(subject.source, "device", None) if subject.loaded else None
-        self.device = choose_device(source_device or args.device or state.device)
+        self.device = choose_device(getattr(subject.source, "device", None) or args.device or state.device)
         self.folder = Path(protocol.samples) / subject.name.replace("/", "--")  # this model's samples
         broadcast_scores(subject)
 
-    def make(
-        self, folder: Path, plan: Sequence[Sample], identity: dict[str, Any], sampling: Mapping[str, Any],
-        save: Callable[[Any, Path], object], *, batch_size: int, label: str,
-    ) -> None:  # fmt: skip
+    def run(self) -> Results:
+        """Return all requested scores, after measuring those that are not known."""
+        key = {"task": self.task, "task_hash": self.hash}
+        if missing := [x for x, label in self.labels.items() if not self.subject.knows(metric=label, **key)]:
+            self.measure(missing)
+        scores = self.subject.kept.where(limit=self.args.limit, **key)
+        return Results(record for record in scores if record.metric in {*self.labels.values(), *self.totals})
+
+    def make(self, folder: Path, plan: Sequence[Sample], identity: dict[str, Any], batch_size: int) -> None:
         """Generate the samples of `plan` into `folder`, except for batches whose files all exist.
 
-        `sampling` are arguments of the pipeline; `identity` is what else determines the samples, besides weights and dtype.
-        `save(output, path)` writes one.
+        `identity` is what determines the samples, besides the weights, their dtype, and the arguments of the pipeline.
         """
-        pipeline, state = self.subject.source, self.state
+        pipeline, state, label = self.subject.source, self.state, f"{self.subject.name}: {self.noun}"
+        sampling = {"output_type": self.output_type, **self.protocol.sampling}
         if not self.subject.loaded:
             options = {"dtype": self.subject.dtype, "device": self.device, **self.subject.load_options}
             pipeline = load_pipeline(pipeline, **options)
@@ -248,9 +254,9 @@ class PipelineJudge:
             raise ValueError(f"models: got {type(pipeline).__name__}, expected a pipeline that takes {argument}.")
         if state.is_main_process:
             weights = {"fingerprint": self.subject.fingerprint, "dtype": self.subject.dtype}
-            record = {**weights, "sampling": sampling, **identity}
-            if not can_resume(folder, IDENTITY, record, "samples"):
-                write_json(folder / IDENTITY, record)
+            identity = {**weights, "sampling": sampling, **identity}
+            if not can_resume(folder, IDENTITY, identity, "samples"):
+                write_json(folder / IDENTITY, identity)
             logger.info("%s: %d in %s", label, len(plan), folder)
         state.wait_for_everyone()
         batches = [plan[start : start + batch_size] for start in range(0, len(plan), batch_size)]
@@ -267,7 +273,7 @@ class PipelineJudge:
                 outputs = result.frames if hasattr(result, "frames") else result.images
                 for sample, output in zip(batch, outputs, strict=True):
                     with atomic_file(folder / sample.name) as temporary:
-                        save(output, temporary)
+                        self.save(output, temporary)
         finally:
             pipeline.set_progress_bar_config(**{"disable": False, **bar_config})
         state.wait_for_everyone()

@@ -5,7 +5,6 @@ of all dimensions; VBench's own script counts a missing one as zero.
 """
 
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -18,15 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.file_io import write_json
-from ..checkpoints.fingerprint import hash_file, hash_json
+from ..checkpoints.file_io import read_json, write_json
+from ..checkpoints.fingerprint import hash_file
 from ..checkpoints.load import require_extra, wrap_errors
 from ..checkpoints.values import at_least, checked, checked_field, read_settings
 from .records import Results
-from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
+from .subjects import PipelineJudge, Sample, Subject, find_subjects, joined_processes, seed_of_sample
 
 logger = logging.getLogger("mhla_hf")
-TASK = "vbench"
 FIND_VBENCH = """
 import importlib.metadata, importlib.util, json, os
 spec = importlib.util.find_spec("vbench")
@@ -82,8 +80,7 @@ def compute_vbench_totals(averages: Mapping[str, float]) -> dict[str, float]:
         scaled = [(averages[name] - low) / (high - low) * weight for name, (weight, low, high) in dimensions.items()]
         return sum(scaled) / sum(weight for weight, _, _ in dimensions.values())
 
-    quality = weighted_mean(QUALITY)
-    semantic = weighted_mean(SEMANTIC)
+    quality, semantic = weighted_mean(QUALITY), weighted_mean(SEMANTIC)
     return dict(zip(TOTALS, (quality, semantic, (quality * 4 + semantic * 1) / 5), strict=True))
 
 
@@ -102,10 +99,9 @@ class Bench:
     """vbench in another Python interpreter, given as a path or a command."""
 
     def __init__(self, python: str | Path | None) -> None:
-        executable = python and shutil.which(str(Path(python).absolute() if Path(python).is_file() else python))
-        if not executable:
+        if not (executable := python and shutil.which(str(python))):
             raise ValueError(f"settings: python: got {python!r}, expected an interpreter that has vbench.")
-        self.python = str(executable)
+        self.python = os.path.abspath(executable)
         self.version, path = json.loads(self.run(FIND_VBENCH).splitlines()[-1])
         self.prompts = json.loads(Path(path).read_text(encoding="utf-8"))
         self.sha256 = hash_file(path)
@@ -123,31 +119,19 @@ class Bench:
 
 
 class _Judge(PipelineJudge):
+    noun, output_type, totals = "videos", "np", TOTALS
+
     def __init__(self, subject: Subject, protocol: Any, state: Any, bench: Bench) -> None:
-        super().__init__(subject, protocol, state)
+        content = [bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling]
+        super().__init__(subject, protocol, state, "vbench", content)
         self.bench = bench
-        self.hash = hash_json([VERSION, bench.version, bench.sha256, protocol.videos, protocol.fps, protocol.sampling])
 
     def entries(self, dimension: str) -> list[dict[str, Any]]:
         """Return VBench's prompts for a dimension, at most as many as the limit."""
         return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.args.limit]
 
-    def run(self) -> Results:
-        """Return all requested scores and totals, after measuring those that are not known."""
-        dimensions = self.args.recipe.tasks
-        missing = [name for name in dimensions if not self.subject.knows(task=TASK, metric=name, task_hash=self.hash)]
-        if missing:
-            self._make(missing)
-        if self.state.is_main_process:
-            for number, dimension in enumerate(missing, 1):
-                logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(missing))
-                self._judge(dimension)
-            self._store_totals()
-        requested = {(TASK, name, self.args.limit) for name in (*dimensions, *TOTALS)}
-        return Results(r for r in self.subject.kept if (r.task, r.metric, r.limit) in requested)
-
-    def _make(self, dimensions: Sequence[str]) -> None:
-        needed = {entry["prompt_en"] for dimension in dimensions for entry in self.entries(dimension)}
+    def measure(self, metrics: Sequence[str]) -> None:
+        needed = {entry["prompt_en"] for dimension in metrics for entry in self.entries(dimension)}
         prompts = dict.fromkeys(entry["prompt_en"] for entry in self.bench.prompts)
         plan = [
             Sample(f"videos/{prompt}-{i}.mp4", prompt, seed_of_sample(self.seed, 1000 * number + i))
@@ -155,10 +139,12 @@ class _Judge(PipelineJudge):
             if prompt in needed
             for i in range(self.protocol.videos)
         ]
-        sampling = {"output_type": "np", **self.protocol.sampling}
-        save = functools.partial(save_video, fps=self.protocol.fps)
-        identity, label = {"seed": self.seed, "fps": self.protocol.fps}, f"{self.subject.name}: videos"
-        self.make(self.folder / TASK, plan, identity, sampling, save, batch_size=1, label=label)
+        self.make(self.folder / self.task, plan, {"seed": self.seed, "fps": self.protocol.fps}, batch_size=1)
+        if self.state.is_main_process:
+            for number, dimension in enumerate(metrics, 1):
+                logger.info("%s: %s (%d of %d)", self.subject.name, dimension, number, len(metrics))
+                self._judge(dimension)
+            self._store_totals()
 
     def _judge(self, dimension: str) -> None:
         started = time.perf_counter()
@@ -169,12 +155,11 @@ class _Judge(PipelineJudge):
             folder = Path(workspace, "videos")
             folder.mkdir()
             for name in set(names):
-                (folder / name).symlink_to((self.folder / TASK / "videos" / name).resolve())
+                (folder / name).symlink_to((self.folder / self.task / "videos" / name).resolve())
             info = write_json(Path(workspace, "info.json"), entries)
             self.bench.run(RUN_VBENCH, folder, info, workspace, dimension, self.device)
             with wrap_errors(f"vbench: got no results for {dimension}, expected a score per video"):
-                results = Path(workspace, f"{dimension}_eval_results.json").read_text(encoding="utf-8")
-                average, videos = json.loads(results)[dimension]
+                average, videos = (read_json(Path(workspace, f"{dimension}_eval_results.json")) or {})[dimension]
                 average, values = float(average), [video["video_results"] for video in videos]
         if len(values) < len(names):
             raise ValueError(f"vbench: got {len(values)} scores for {dimension}, expected {len(names)}, one per video.")
@@ -183,30 +168,26 @@ class _Judge(PipelineJudge):
         is_mean = len(numbers) == len(values) > 1 and abs(statistics.fmean(numbers) - average) <= 1e-6
         error = statistics.stdev(numbers) / len(numbers) ** 0.5 if is_mean else None
         scores = {dimension: (average, error, True, len(values))}
-        self.subject.store_scores(TASK, scores, self.hash, started, self.device)
+        self.subject.store_scores(self.task, scores, self.hash, started, self.device)
 
     def _store_totals(self) -> None:
         """Store quality, semantic, and total, if they can be computed as VBench does."""
-        key = (TASK, self.hash, None, self.seed)
-        known = {r.metric: r for r in self.subject.kept if (r.task, r.task_hash, r.limit, r.seed) == key}
-        averages: dict[str, Any] = {name: known[name].value for name in DIMENSIONS if name in known}
-        is_whole = len(averages) == len(DIMENSIONS) and None not in averages.values()
-        if self.args.limit or self.protocol.videos != 5 or not is_whole:
+        key = {"task": self.task, "task_hash": self.hash, "limit": None, "seed": self.seed}
+        known: Any = [r for r in self.subject.kept.where(**key) if r.metric in DIMENSIONS and r.value is not None]
+        if self.args.limit or self.protocol.videos != 5 or len(known) < len(DIMENSIONS):
             logger.info("%s: no totals without all of VBench's videos and dimensions", self.subject.name)
             return
-        totals = compute_vbench_totals(averages)
-        if any(name not in known or known[name].value != value for name, value in totals.items()):
-            samples = sum(known[name].samples for name in DIMENSIONS)
-            scores = {name: (value, None, True, samples) for name, value in totals.items()}
-            self.subject.store_scores(TASK, scores, self.hash, time.perf_counter(), self.device)
+        totals = compute_vbench_totals({record.metric: record.value for record in known})
+        samples = sum(record.samples for record in known)
+        scores = {name: (value, None, True, samples) for name, value in totals.items()}
+        self.subject.store_scores(self.task, scores, self.hash, time.perf_counter(), self.device)
 
-
-def save_video(frames: Any, path: str | Path, fps: int) -> None:
-    """Save frames, [frames, height, width, 3] from 0 to 1 or PIL images, as MP4 (H.264), whatever the suffix of `path`."""
-    with require_extra("a video", "diffusers, imageio or imageio-ffmpeg", "videos"):
-        import imageio  # noqa: F401, without it diffusers takes OpenCV
-        import imageio_ffmpeg  # noqa: F401
-        from diffusers.utils import export_to_video
-    with tempfile.TemporaryDirectory(prefix="mhla_hf-video-") as folder:
-        export_to_video(list(frames), os.path.join(folder, "video.mp4"), fps=fps)
-        shutil.copyfile(os.path.join(folder, "video.mp4"), path)
+    def save(self, output: Any, path: Path) -> None:
+        """Save frames, [frames, height, width, 3] from 0 to 1 or PIL images, as MP4 (H.264) to any `path`."""
+        with require_extra("a video", "diffusers, imageio or imageio-ffmpeg", "videos"):
+            import imageio  # noqa: F401, without it diffusers takes OpenCV
+            import imageio_ffmpeg  # noqa: F401
+            from diffusers.utils import export_to_video
+        with tempfile.TemporaryDirectory(prefix="mhla_hf-video-") as folder:
+            export_to_video(list(output), os.path.join(folder, "video.mp4"), fps=self.protocol.fps)
+            shutil.copyfile(os.path.join(folder, "video.mp4"), path)

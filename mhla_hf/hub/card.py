@@ -117,7 +117,10 @@ def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
 
 
 def shelve(folder: PathLike, root: PathLike, name: str, over_seeds: PathLike | None = None) -> Path:
-    """Add a model's card and facts to the folder of cards `root`, with the results in the JSON file `over_seeds`."""
+    """Write the card and facts of a model to the folder of cards `root`, and return the path of the card.
+
+    `over_seeds` is a JSON file with results over several seeds, which the facts include.
+    """
     check_writable(Path(root, RESULTS, name), "root")
     measured, person = read_folder(folder)
     text = render_card(make_facts(measured, person))

@@ -1,6 +1,7 @@
 """Converted models of transformers: `MHLALlamaForCausalLM`, `MHLABertModel`, `MHLAViTModel`, ..., made on first use.
 
-A checkpoint's source has one of the functions `*_class` as its `__getattr__`, with only what that one uses.
+The source file that is saved with a checkpoint (`checkpoints/bundle.py`) has one of the functions `*_class` as its module
+`__getattr__`, and only the code that this function needs.
 """
 
 from dataclasses import replace

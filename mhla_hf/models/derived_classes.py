@@ -48,16 +48,13 @@ class AttentionSwap:
 class MHLAConfigMixin:
     """Adds the settings, `mhla`, to a configuration class of transformers; must come first among the bases of a class."""
 
-    def __post_init__(self: Any, **kwargs: Any) -> None:
-        values = kwargs.pop("mhla", None)
-        if values is not None:
-            for name in FOREIGN_ENTRIES:
-                kwargs.pop(name, None)
-        super().__post_init__(**kwargs)  # type: ignore[misc]
-        if values is not None:
-            settings = MHLASettings.from_dict(values.to_dict() if isinstance(values, MHLASettings) else values)
-            settings.layers = settings.resolve_layers(self.num_hidden_layers)
-            self.mhla = settings.to_dict()
+    def __post_init__(self: Any, mhla: Any = None, **kwargs: Any) -> None:
+        if mhla is None:
+            return super().__post_init__(**kwargs)  # type: ignore[misc]
+        super().__post_init__(**{name: x for name, x in kwargs.items() if name not in FOREIGN_ENTRIES})  # type: ignore[misc]
+        settings = MHLASettings.from_dict(mhla.to_dict() if isinstance(mhla, MHLASettings) else mhla)
+        settings.layers = settings.resolve_layers(self.num_hidden_layers)
+        self.mhla = settings.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
@@ -91,14 +88,12 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         attentions = swap.find_attentions(self)
         core_class = getattr(swap, f"{settings.core}_core")
         if core_class is None:
-            raise ValueError(
-                f"windowed: got {settings.windowed}, expected that of the saved model, whose source is for it."
-            )
+            expected = f"{not settings.windowed}: the code of this {type(self).__name__} has no other form"
+            raise ValueError(f"windowed: got {settings.windowed}, expected {expected}.")
         layers: Any = settings.layers
         for attention in (attentions[index] for index in layers):
             core = core_class(settings, **swap.core_sizes(attention, config))
-            mhla_class = derived_class(type(attention), swap.mixin, self.family.entry)
-            swap_attention(attention, mhla_class, core, swap.function_name)
+            swap_attention(attention, derived_class(type(attention), swap.mixin), core, swap.function_name)
         if swap.finish is not None:
             swap.finish(self, settings)
         # Not all layers need to be MHLA, but all attention modules: a base may have layers without attention.
@@ -107,7 +102,6 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         if swap.prepare is not None and (body := self.base_model) is not self:
             names = tuple(inspect.signature(type(body).forward).parameters)[1:]  # of the hook's positional arguments
             body.register_forward_pre_hook(functools.partial(swap.prepare, names=names), with_kwargs=True)
-        self._can_compile_fullgraph = core_class.compiles_fullgraph
         self.source_entry = self.family.kind.sources[settings.core]
 
 
@@ -116,10 +110,10 @@ HEAD_NAME = re.compile(r"(For[A-Z]\w*|LMHeadModel|(Vision)?Model)$")
 _DERIVED: dict[type, Any] = {}  # base -> the one class derived from it
 
 
-def derived_class(base: type, mixin: type, entry: str, **namespace: Any) -> Any:
-    """Return the one MHLA class of a base; pickle finds it by name in the module `entry`, or in that of a bundle."""
+def derived_class(base: type, mixin: type, **namespace: Any) -> Any:
+    """Return the one MHLA class of a base; pickle finds it by name in `converted.py`, or in the bundle."""
     if base not in _DERIVED:
-        namespace["__module__"] = __name__.replace("models.derived_classes", entry)
+        namespace["__module__"] = __name__.replace("derived_classes", "converted")
         _DERIVED[base] = type(f"MHLA{base.__name__}", (mixin, base), namespace)
     return _DERIVED[base]
 
@@ -139,26 +133,24 @@ def base_classes(family: Family) -> dict[str, Any]:
 def derived_config_class(family: Family) -> Any:
     base: Any = config_class_of(family.base)
     types = {"model_type": f"mhla_{family.base}", "base_model_type": family.base}
-    return derived_class(base, MHLAConfigMixin, family.entry, __doc__=f"`{base.__name__}` with `mhla`.", **types)
+    return derived_class(base, MHLAConfigMixin, __doc__=f"`{base.__name__}` with `mhla`.", **types)
 
 
 def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
     config = derived_config_class(family)
     copy_weight_renames(family.base, config.model_type)
-    cores = [core for core in (swap.matrix_core, swap.windowed_core) if core is not None]
     members: dict[str, Any] = {
         "__doc__": f"`{base.__name__}` with MHLA in the layers that `config.mhla` lists.",
         "config_class": config,
         "family": family,
         "swap": swap,
         "saved_classes": tuple(f"MHLA{name}" for name in base_classes(family)),
-        "_can_compile_fullgraph": all(core.compiles_fullgraph for core in cores),
         # transformers decides this by the source of the class's module, which is ours and not that of the base.
         "_can_set_experts_implementation": classmethod(lambda cls: base._can_set_experts_implementation()),
     }
     if swap.prepare is not None:
         members["forward"] = wrap_forward(base.forward, swap.prepare)
-    return derived_class(base, MHLAHeadMixin, family.entry, **members)
+    return derived_class(base, MHLAHeadMixin, **members)
 
 
 @functools.cache
@@ -201,12 +193,17 @@ def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Ca
     return prepared_forward
 
 
+def change_class(module: Any, new_class: Any) -> None:
+    """Change the class of a module in place, also in the forward that accelerate's hooks wrap."""
+    module.__class__ = new_class
+    if "_old_forward" in vars(module):
+        module._old_forward = types.MethodType(new_class.forward, module)
+
+
 def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_name: str) -> None:
     """Turn an attention module into MHLA, in place, with a copy of the configuration that selects `function_name`."""
     core.train(attention.training)
-    attention.__class__ = mhla_class
-    if "_old_forward" in attention.__dict__:  # the forward that accelerate's hooks wrap
-        attention._old_forward = types.MethodType(mhla_class.forward, attention)
+    change_class(attention, mhla_class)
     attention.config = copy.copy(attention.config)
     set_attention_function(attention.config, function_name)
     attention.add_module("mhla", core)
@@ -224,5 +221,5 @@ def find_derived_class(name: str, kinds: Iterable[tuple[tuple[Family, ...], Atte
         if base_name.endswith("Attention") and base_name.startswith(model_name(family)):
             for base in base_classes(family).values():
                 if hasattr(module := sys.modules[base.__module__], base_name):
-                    return derived_class(getattr(module, base_name), swap.mixin, family.entry)
+                    return derived_class(getattr(module, base_name), swap.mixin)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}, expected an MHLA class of its families.")

@@ -10,16 +10,22 @@ TEXT = ("encoder_hidden_states", "encoder_attention_mask")
 class AttentionKind:
     """Describes a kind of attention that MHLA replaces, for all families that have it."""
 
-    entry: str  # module that creates the MHLA classes
     defaults: dict[str, Any]  # settings of a conversion (`MHLASettings`)
+    entry: str = "models.converted"  # module that creates the MHLA classes
     auto_classes: tuple[str, ...] = ()  # of transformers, whose mappings name the classes that can be converted
     sources: dict[str, str] = field(default_factory=dict)  # `MHLASettings.core` -> "module:function" of the bundle
     noun: str = ""  # name of a model in errors; models of diffusers are named by their class
     axes: int = 0  # of the grid of tokens; 0 for sequences
     linear: bool = False  # whether the attention is linear already, so that converting it loses nothing
+
+
+@dataclass(frozen=True)
+class DiffusionKind(AttentionKind):
+    """Describes a kind of attention of diffusers' transformers."""
+
     latents: str = "channels frames height width"  # axes of the input after the batch; forward gets the sizes of others
-    rotary: str = "pairs"  # form of a diffusion model's rotary embedding (`read_rotary`)
-    head_norm: bool = False  # whether a diffusion model norms q and k by head, not over all channels
+    rotary: str = "pairs"  # form of the rotary embedding (`read_rotary`)
+    head_norm: bool = False  # whether norms of q and k are by head, not over all channels
     joint: bool = False  # whether tokens of a text share one attention with those of the grid
     text_last: bool = False  # whether the text comes after the grid where both are in one sequence
     positions: str = ""  # argument that tells the grid of latents that are tokens: "img_ids" or "img_shapes"
@@ -33,20 +39,18 @@ class Family:
     kind: AttentionKind
     task: str  # `pipeline_tag` on the Hub
     classes: tuple[str, ...] = ()  # that `convert` takes, in addition to those of `kind.auto_classes`
-    overrides: dict[str, Any] = field(default_factory=dict)  # default settings that differ from those of `kind`
-    # Arguments of a diffusion model besides latents and time, in the order of the training data. Without them, a family is
-    # trained from calls of its pipelines.
-    conditions: tuple[str, ...] = ()
     prefix: int = 1  # tokens before the grid of a vision tower, not counting register tokens
-    fixed_size: bool = False  # whether a diffusion model takes square latents of its `sample_size` only
 
-    @property
-    def entry(self) -> str:
-        return self.kind.entry
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return {**self.kind.defaults, **self.overrides}
+@dataclass(frozen=True)
+class DiffusionFamily(Family):
+    """A family of transformers of diffusers."""
+
+    kind: DiffusionKind
+    # Arguments besides latents and time, in the order of the training data. Without them, a family is trained from calls of
+    # its pipelines.
+    conditions: tuple[str, ...] = ()
+    fixed_size: bool = False  # whether latents must be squares of the model's `sample_size`
 
 
 WINDOWED: dict[str, Any] = {"layers": "2/3", "windowed": True}
@@ -56,33 +60,29 @@ HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "For
 AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))
 CAUSAL = AttentionKind(
     noun="a causal model",
-    entry="models.converted",
     defaults={**WINDOWED, "window": 6, "salient": 128},
     auto_classes=("AutoModelForCausalLM", *AUTO_CLASSES),
     sources={"windowed": "models.converted:windowed_class", "matrix": "models.converted:matrix_class"},
 )
 ENCODER = AttentionKind(
     noun="an encoder",
-    entry="models.converted",
     sources={"windowed": "models.converted:windowed_encoder_class", "matrix": "models.converted:matrix_encoder_class"},
     defaults={**WINDOWED, "window": 1, "sinks": 0, "feature_map": "softmax"},
     auto_classes=(*AUTO_CLASSES, "AutoModelForMaskedLM", "AutoModelForMultipleChoice"),
 )
 TOWER = AttentionKind(
     noun="a vision tower",
-    entry="models.converted",
     sources={"matrix": "models.converted:vision_class"},
     defaults={"layout": [4, 4], "feature_map": "relu"},
     axes=2,
 )
 IMAGE_DEFAULTS: dict[str, Any] = {"layout": [4, 4], "feature_map": "relu", "normalize": True, "layers": "all"}
 SANA_DEFAULTS: dict[str, Any] = {**IMAGE_DEFAULTS, "feature_map": "plain_relu", "mixing_start": "uniform"}
-PIXART_IMAGES = AttentionKind(
-    entry="models.diffusion.converted_transformer", defaults=IMAGE_DEFAULTS, axes=2, latents="channels height width"
-)
+DERIVED = "models.diffusion.converted_transformer"
+PIXART_IMAGES = DiffusionKind(IMAGE_DEFAULTS, DERIVED, axes=2, latents="channels height width")
 DIT_IMAGES = replace(PIXART_IMAGES, entry="models.diffusion.dit_transformer")
 SANA_IMAGES = replace(PIXART_IMAGES, defaults=SANA_DEFAULTS, linear=True)
-VIDEO = AttentionKind("models.diffusion.converted_transformer", {}, axes=3)
+VIDEO = DiffusionKind({}, DERIVED, axes=3)
 SANA_VIDEO = replace(VIDEO, defaults={**SANA_DEFAULTS, "layout": [3, 4, 4], "rope": "after"}, linear=True)
 WAN_DEFAULTS: dict[str, Any] = {"layout": [3, 5, 10], "feature_map": "relu", "normalize": False, "output_norm": True}
 WAN_VIDEO = replace(VIDEO, defaults={**WAN_DEFAULTS, "rope": "after", "layers": "2/3"})
@@ -111,8 +111,8 @@ def vision_family(base: str, *classes: str, prefix: int = 1) -> Family:
     return Family(base, TOWER, "image-feature-extraction", classes, prefix=prefix)
 
 
-def diffusion_family(kind: AttentionKind, task: str, *classes: str, **fields: Any) -> Family:
-    return Family(classes[0], kind, task, classes, **fields)
+def diffusion_family(kind: DiffusionKind, task: str, *classes: str, **fields: Any) -> DiffusionFamily:
+    return DiffusionFamily(classes[0], kind, task, classes, **fields)
 
 
 # Model types of transformers.

@@ -18,8 +18,7 @@ class MHLAPreTrainedMixin:
     source_entry = ""  # the module, or "module:function", whose bundle goes into the checkpoint
     saved_classes: tuple[str, ...] = ()  # the model classes in that source, for Auto classes to load
     _keep_in_fp32_modules_strict = ["mixing"]
-    # With a mixing matrix, a decode step reads the length of the cache on the host: it compiles, but not as one graph.
-    _can_compile_fullgraph = False
+    _can_compile_fullgraph = False  # as with a mixing matrix: a decode step reads the length of the cache on the host
 
     def initialize_weights(self: Any) -> None:
         """Initialize as transformers does, and MHLA modules by their `initial_values`; loaded parameters stay."""
@@ -54,11 +53,8 @@ class MHLAPreTrainedMixin:
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
         """Distribute as transformers does, and split the parameters of `mhla` where it splits projections by head."""
         if distributed_config is not None and distributed_config.tp_size > 1:
-            size, rank = distributed_config.tp_size, mesh_manager.get_mesh("tp").get_local_rank()
-            model._tp_plan.update(split_heads_plan(model, size))
-            for core in (module.mhla for module in model.modules() if hasattr(module, "mhla")):
-                if getattr(core, "heads", None) is not None:
-                    core.heads = core.heads.of_rank(rank, size)
+            rank = mesh_manager.get_mesh("tp").get_local_rank()
+            model._tp_plan.update(split_heads(model, rank, distributed_config.tp_size))
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -85,17 +81,23 @@ class MHLAPreTrainedMixin:
 HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "tags", "commit_description")
 
 
-def split_heads_plan(model: Any, size: int) -> dict[str, str]:
-    """Return the tensor-parallel plan for the `mhla` modules of layers whose projections are split by head."""
+def split_heads(model: Any, rank: int, size: int) -> dict[str, str]:
+    """Give process `rank` of `size` its heads in all layers whose projections are split by head.
+
+    Returns the tensor-parallel plan for their parameters.
+    """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
         layer = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         is_split = any(style == "colwise" for rule, style in model.tp_plan.items() if rule.startswith(f"{layer}."))
         if not hasattr(module, "mhla") or not is_split:
             continue
-        if module.mhla.num_kv_heads % size:
-            expected = f"one that divides the {module.mhla.num_kv_heads} key/value heads of {name}"
+        core = module.mhla
+        if core.num_kv_heads % size:
+            expected = f"one that divides the {core.num_kv_heads} key/value heads of {name}"
             raise ValueError(f"tp_plan: got tensor-parallel size {size}, expected {expected}.")
-        if hasattr(module.mhla, "parallel_plan"):  # a core with parameters
-            plan |= module.mhla.parallel_plan(f"{layer}.mhla")
+        if getattr(core, "heads", None) is not None:
+            core.heads = core.heads.of_rank(rank, size)
+        if hasattr(core, "parallel_plan"):  # a core with parameters
+            plan |= core.parallel_plan(f"{layer}.mhla")
     return plan

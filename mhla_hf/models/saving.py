@@ -49,10 +49,9 @@ def check_whole_files(folder: str | os.PathLike[str]) -> None:
             raise ValueError(f"{file} is not a complete safetensors file: {error}.") from None
 
 
-def check_loaded_weights(model: torch.nn.Module) -> None:
+def check_loaded_weights(model: Any) -> None:
     """Raise ValueError if an MHLA weight is not finite, or a mixing weight negative; skip quantized and meta weights."""
-    modules: list[tuple[str, Any]] = list(model.named_modules())
-    for name, module in modules:
+    for name, module in model.named_modules():
         for parameter in module.initial_values() if hasattr(module, "initial_values") else ():
             value = module.get_parameter(parameter)
             # Quantized values have a type of their own.

@@ -12,23 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from .families import FAMILIES, Family
 
 # The oldest and the newest release that the tests run on.
 TESTED_TRANSFORMERS = ("5.19.0", "5.24.0")
-# Auto class -> {model type: class name}
-AUTO_CLASS_NAMES = {
-    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
-    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "AutoModelForMultipleChoice": modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-}
 
 
 def config_class_name(model_type: str) -> str | None:
@@ -44,8 +33,8 @@ def config_class_of(model_type: str) -> type | None:
 
 def class_names(family: Family) -> list[str]:
     """Return the names of a family's softmax model classes in this release of transformers."""
-    auto_mappings = [AUTO_CLASS_NAMES[auto_class] for auto_class in family.kind.auto_classes]
-    return [mapping[family.base] for mapping in auto_mappings if family.base in mapping] + list(family.classes)
+    mappings = [getattr(transformers, name)._model_mapping._model_mapping for name in family.kind.auto_classes]
+    return [mapping[family.base] for mapping in mappings if family.base in mapping] + list(family.classes)
 
 
 def family_of_class(name: str) -> Family | None:

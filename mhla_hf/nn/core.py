@@ -28,13 +28,8 @@ CORE_LOG = logging.getLogger("mhla_hf")
 Rotation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class OutputNorm(nn.Module):
+class OutputNorm(nn.RMSNorm):
     """RMSNorm over the output of each head, with one weight [V] for all heads (paper section 4.1)."""
-
-    def __init__(self, value_dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(value_dim))
 
     def initial_values(self) -> dict[str, Tensor]:
         """Return the initial value of each parameter, for models that are built on the meta device."""
@@ -144,7 +139,6 @@ class MHLACore(nn.Module):
     """
 
     causal = False
-    compiles_fullgraph = True  # whether a decoding step compiles as one graph
 
     def __init__(
         self, settings: MHLASettings, mixing: nn.Module, *, num_heads: int, num_kv_heads: int, key_dim: int,
@@ -212,7 +206,6 @@ class MHLA(MHLACore):
     """Causal multi-head linear attention (paper sections 4.1 and 4.2, appendix C); see `MHLACore` for arguments."""
 
     causal = True
-    compiles_fullgraph = False  # because a step reads the length of the cache on the host
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, **widths: Any):
         check_settings(settings, "a causal model")
@@ -256,17 +249,15 @@ class MHLA(MHLACore):
         if cache is None:
             mixing = self.mixing(blocks.num_blocks)
             o = mhla(q, k, v, mixing, blocks=blocks, causal=True, cu_seqlens=cu_seqlens, impl=settings.impl, **options)
-            assert isinstance(o, Tensor)  # no state was asked for
-        elif cache.state is None:
-            mixing = cached_mixing(cache, self.mixing, q.shape[1], settings.block_size)
-            o, cache.state = mhla(
-                q, k, v, mixing, blocks=blocks, causal=True, return_state=True, impl=settings.impl, **options
-            )
         else:
-            check_no_gradients(self, q, k, v)
-            cache.state.leave_inference_mode()
             mixing = cached_mixing(cache, self.mixing, q.shape[1], settings.block_size)
-            o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
-        if key_mask is not None and cache is not None:
-            cache.note_padding(key_mask)
+            if cache.state is None:
+                options |= {"blocks": blocks, "causal": True, "return_state": True, "impl": settings.impl}
+                o, cache.state = mhla(q, k, v, mixing, **options)
+            else:
+                check_no_gradients(self, q, k, v)
+                cache.state.leave_inference_mode()
+                o, cache.state = mhla_step(q, k, v, mixing, cache.state, **options)
+            if key_mask is not None:
+                cache.note_padding(key_mask)
         return self.finish_output(padding.take_back(o), hidden_states, v.dtype)

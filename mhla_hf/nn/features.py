@@ -41,10 +41,6 @@ class FeatureMap(nn.Module):
         for name, value in self.initial_values().items():
             self.get_parameter(name).data.copy_(value)
 
-    @property
-    def num_features(self) -> int:
-        return 2 * self.head_dim if self.kind == "hedgehog" else self.head_dim
-
     def initial_values(self) -> dict[str, Tensor]:
         values = {}
         if self.kind in INITIAL_WEIGHT_SCALE:

@@ -46,11 +46,11 @@ def block_overlap(num_new: int, num_old: int) -> Tensor:
     return overlap / overlap.sum(1, keepdim=True)
 
 
-def grid_distances(layout: Sequence[int]) -> Tensor:
-    """Compute the Euclidean distances between the blocks of a grid, fp32 [M, M] (paper section 4.2)."""
-    axes = [torch.arange(count, dtype=torch.float32, device="cpu") for count in layout]
+def block_gaps(counts: Sequence[int], device: torch.device | str) -> Tensor:
+    """Compute how far apart the blocks of a grid are along each axis, fp32 [M, M, number of axes]."""
+    axes = [torch.arange(count, dtype=torch.float32, device=device) for count in counts]
     positions = torch.cartesian_prod(*axes).view(-1, len(axes))
-    return (positions[:, None] - positions).square().sum(-1).sqrt()
+    return (positions[:, None] - positions).abs()
 
 
 class GridMixing(Mixing):
@@ -67,7 +67,7 @@ class GridMixing(Mixing):
         count = prod(self.layout)
         start = torch.ones(count, count, dtype=torch.float32)
         if self.start == "locality" and count > 1:
-            distances = grid_distances(self.layout)
+            distances = block_gaps(self.layout, "cpu").square().sum(-1).sqrt()  # Euclidean (paper section 4.2)
             start = locality_weights(distances, distances.max())
         start = start / start.sum(-1, keepdim=True)
         if self.prefix:
@@ -134,8 +134,7 @@ class GridMHLA(MHLACore):
     mixing: GridMixing
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, prefix: int = 0, **widths: Any):
-        if settings.layout is None:
-            raise ValueError("layout: got None, expected the number of blocks along each axis of the grid.")
+        assert settings.layout is not None  # see `check_grid_settings`
         mixing = GridMixing(settings.layout, prefix=prefix > 0, **mixing_options(settings, num_heads))
         super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_heads, value_dim=value_dim, **widths)
         self.prefix = prefix
@@ -171,8 +170,7 @@ class GridMHLA(MHLACore):
         q, k, v, options = prepare_operands(self, q, k, v, key_mask, rotate)
         mixing = self.mixing(blocks.counts)
         if shard is None:
-            o = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)
-            assert isinstance(o, Tensor)  # no state was asked for
+            o: Any = mhla(q, k, v, mixing, blocks=blocks, key_mask=key_mask, impl=self.settings.impl, **options)
         else:
             o = sharded_mhla(q, k, v, mixing, blocks=blocks, **shard, **options)
         o = self.finish_output(o, hidden_states, v.dtype)

@@ -1,5 +1,6 @@
 """Which KV heads of a layer keep softmax, and which are MHLA."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,12 +19,9 @@ class HeadSplit:
         self.num_kv_heads = num_kv_heads
         self.counts = {True: len(self.softmax_heads), False: num_kv_heads - len(self.softmax_heads)}
         self.runs: list[tuple[int, int, bool]] = []
-        first = 0
-        for end in range(1, num_kv_heads + 1):
-            is_softmax = first in self.softmax_heads
-            if end == num_kv_heads or (end in self.softmax_heads) != is_softmax:
-                self.runs.append((first, end, is_softmax))
-                first = end
+        for is_softmax, run in itertools.groupby(range(num_kv_heads), self.softmax_heads.__contains__):
+            heads = list(run)
+            self.runs.append((heads[0], heads[-1] + 1, is_softmax))
 
     def part(self, x: Tensor, softmax: bool, dim: int) -> Tensor:
         """Return the softmax heads, or else the MHLA heads, of a tensor with all KV or query heads along `dim`."""

@@ -24,7 +24,7 @@ from ..ops.reference import divide_or_zero
 from ..ops.torch_layout import with_ones
 from .core import MHLACore, Rotation, mixing_options, softmax_attention
 from .features import harmless_balance
-from .grid import GridMixing, PositionConv
+from .grid import GridMixing, PositionConv, block_gaps
 from .settings import MHLASettings
 
 LOWEST_SCORE = -1000.0  # of the additional key, where there is no far part
@@ -68,8 +68,7 @@ def softmax_beside_key(
     columns = columns.expand(len(v), -1, v.shape[2], -1)
     values = torch.cat([F.pad(v, (0, 0, 0, 0, 0, 1)), columns], -1)  # [B, S + 1, H, V + 2]
     if mask is not None:
-        is_bool = mask.dtype == torch.bool
-        mask = F.pad(mask if is_bool else mask.to(q.dtype), (0, num_keys + 1 - mask.shape[-1]), value=float(is_bool))
+        mask = F.pad(mask, (0, num_keys + 1 - mask.shape[-1]), value=float(mask.dtype == torch.bool))
     q, values = F.pad(q, (0, width - q.shape[3])), F.pad(values, (0, width - value_width - 2))
     o = softmax(q, keys, values, mask=mask, scale=key_width**-0.5)
     return o[..., :value_width], o[..., value_width : value_width + 1], o[..., value_width + 1 : value_width + 2]
@@ -94,11 +93,7 @@ def near_blocks(counts: Sequence[int], window: int) -> list[list[int]]:
 
 def far_block_mask(counts: Sequence[int], window: int, device: torch.device) -> Tensor:
     """Return fp32 [M, M], 0 for the pairs of blocks that `near_blocks` lists and 1 for others."""
-    near = torch.ones(1, 1, dtype=torch.float32, device=device)
-    for count in counts:
-        position = torch.arange(count, device=device)
-        near = torch.kron(near, ((position[:, None] - position).abs() < window).float())
-    return 1.0 - near
+    return (block_gaps(counts, device).amax(-1) >= window).float()
 
 
 class JointMixing(GridMixing):
@@ -128,8 +123,7 @@ class JointMHLA(MHLACore):
     mixing: JointMixing
 
     def __init__(self, settings: MHLASettings, *, num_heads: int, key_dim: int, value_dim: int, **widths: Any):
-        if settings.layout is None:
-            raise ValueError("layout: got None, expected the number of blocks along each axis of the grid.")
+        assert settings.layout is not None  # see `check_grid_settings`
         balance = harmless_balance(settings.feature_map, key_dim)
         options = mixing_options(settings, num_heads)
         mixing = JointMixing(settings.layout, balance=balance, all_heads=num_heads, **options)
@@ -169,13 +163,12 @@ class JointMHLA(MHLACore):
         q, k = (q, k) if self.settings.rope == "near" else (rotated_q, rotated_k)
         # Under autocast, norms and rotations give fp32.
         q, k, rotated_q, rotated_k = (x.to(v.dtype) for x in (q, k, rotated_q, rotated_k))
-        text = text._replace(q=text.q.to(v.dtype), k=text.k.to(v.dtype), v=text.v.to(v.dtype))
+        text = TextTokens._make(x if x is None or x.dtype == torch.bool else x.to(v.dtype) for x in text)
         if self.settings.windowed:
             mixing = mixing * far_block_mask(blocks.counts, self.settings.window, mixing.device)
         options: dict[str, Any] = {"normalize": False, "scale": 1.0, "unrounded": True, "impl": self.settings.impl}
         q_features, k_features = (x.to(v.dtype) for x in (self.q_map(q), self.k_map(k)))
-        far = mhla(q_features, k_features, with_ones(v), mixing, blocks=blocks, **options)
-        assert isinstance(far, Tensor)  # no state was asked for
+        far: Any = mhla(q_features, k_features, with_ones(v), mixing, blocks=blocks, **options)
         with torch.autocast(q.device.type, enabled=False):
             far = balance * far  # [B, T, H, V + 1]
             size, scale = far[..., -1:].detach().abs(), q.shape[3] ** -0.5
@@ -187,10 +180,7 @@ class JointMHLA(MHLACore):
             far = far_weight * (size.log() - scale * score).exp() * divide_or_zero(far, size[..., 0])
             o = divide_or_zero(near + far[..., :-1], (near_weight + far[..., -1:])[..., 0])
             keys, values = torch.cat([text.k, rotated_k], 1), torch.cat([text.v, v], 1)
-            full_mask = text.full_mask
-            if full_mask is not None and full_mask.dtype != torch.bool:
-                full_mask = full_mask.to(v.dtype)
-            text_o = softmax(text.q, keys, values, mask=full_mask)
+            text_o = softmax(text.q, keys, values, mask=text.full_mask)
         o = self.finish_output(o, hidden_states, v.dtype)
         if self.settings.cpe:
             images = v.split([math.prod(one) for one in grids], 1)

@@ -24,7 +24,6 @@ class SalientCore(nn.Module):
     """
 
     causal = True
-    compiles_fullgraph = True
 
     def __init__(
         self, settings: MHLASettings, *, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, **unused: Any
@@ -68,12 +67,11 @@ class SalientCore(nn.Module):
                     cache.state = self.new_state(k, v)
                 else:
                     check_no_gradients(self, q, k, v)
-                state = cache.state
-                if q.shape[1] == 1 and not fresh:
-                    plan = cache.shared_plan(partial(plan_step, state, options, starts), q.device)
-                o = continue_salient(q, k, v, state, options, starts=starts, fresh=fresh, plan=plan)
-        if key_mask is not None and cache is not None:
-            cache.note_padding(key_mask)
+                    if q.shape[1] == 1:
+                        plan = cache.shared_plan(partial(plan_step, cache.state, options, starts), q.device)
+                o = continue_salient(q, k, v, cache.state, options, starts=starts, fresh=fresh, plan=plan)
+                if key_mask is not None:
+                    cache.note_padding(key_mask)
         return padding.take_back(o)
 
     @torch.no_grad()

@@ -68,9 +68,8 @@ def whole_number(minimum: int, maximum: int) -> SettingCheck:
     return (lambda value: is_whole(value, minimum, maximum)), f"a whole number from {minimum} to {maximum}"
 
 
-SWITCHES = ("learn_mixing", "windowed", "per_head", "output_norm", "gate")
 SETTING_CHECKS: dict[str, SettingCheck] = {
-    **dict.fromkeys(SWITCHES, one_of(True, False)),
+    **dict.fromkeys(("learn_mixing", "windowed", "per_head", "output_norm", "gate"), one_of(True, False)),
     "block_size": whole_number(1, MAX_BLOCK_SIZE),
     "num_blocks": whole_number(1, MAX_BLOCKS),
     "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MAX_BLOCKS} blocks in all"),
@@ -193,7 +192,7 @@ class MHLASettings:
         if not self.windowed:
             return
         if not self.normalize:
-            raise ValueError("normalize: got false with windowed=True, expected true.")
+            raise ValueError("normalize: got False with windowed=True, expected True.")
         if is_sequence and self.rope != "before":
             raise ValueError(f'rope: got {self.rope!r} with windowed=True, expected "before".')
         if is_sequence and self.impl not in ("auto", "torch"):
@@ -254,9 +253,7 @@ def check_settings(settings: MHLASettings, model: str, *, both_ways: bool = Fals
     """
     if settings.normalize == "official":
         raise ValueError(f'normalize: got "official", expected true or false for {model}.')
-    for name in ("layout", "cpe"):
-        if getattr(settings, name):
-            raise ValueError(f"{name}: got {getattr(settings, name)!r}, expected none for {model}.")
+    check_required(settings, model, {"layout": None, "cpe": 0})
     if settings.windowed:
         check_required(settings, model, TWO_WAY_VALUES if both_ways else CAUSAL_VALUES)
 

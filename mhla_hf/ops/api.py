@@ -16,7 +16,7 @@ from .reference import mhla_reference
 from .state import MHLAState
 from .torch_decode import append_tokens, torch_step
 from .torch_operator import torch_mhla
-from .triton.check import SmallCall, kernel_fault, small_dense_call
+from .triton.check import kernel_fault
 from .triton.register import triton_mhla, triton_refusal
 
 OPERATOR_LOG = logging.getLogger("mhla_hf")
@@ -93,7 +93,7 @@ def mhla(
     options = MHLAOptions(blocks, key_blocks, causal, normalize, scale, unrounded)
     inputs = MHLAInputs(q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts)
     implementations = {"triton": triton_mhla, "torch": torch_mhla, "reference": mhla_reference}
-    o = implementations[choose_implementation(impl, small_dense_call, q, k, v, k_den)](inputs)
+    o = implementations[choose_implementation(impl, q, k, v, k_den)](inputs)
     return OutputAndState(o, state_after(inputs)) if return_state else o
 
 
@@ -149,9 +149,7 @@ def state_after(inputs: MHLAInputs) -> MHLAState:
     return state
 
 
-def choose_implementation(
-    impl: str, small_call: SmallCall, q: Tensor, k: Tensor, v: Tensor, k_den: Tensor | None = None
-) -> str:
+def choose_implementation(impl: str, q: Tensor, k: Tensor, v: Tensor, k_den: Tensor | None) -> str:
     """Resolve "auto" to "torch" or "triton" (see `kernel_fault`), and log each choice the first time it is made.
 
     Raises ValueError if `impl` is "triton" and the kernels cannot run.
@@ -167,7 +165,7 @@ def choose_implementation(
         reason = refusal
     elif impl == "triton":
         return impl
-    elif (fault := kernel_fault(small_call, device)) is not None:
+    elif (fault := kernel_fault(device)) is not None:
         reason, level = fault, logging.WARNING
     else:
         choice, reason = "triton", f"whose kernels agreed with fp64 on {device}"

@@ -42,8 +42,8 @@ class Blocks:
         Raises:
             ValueError: If an argument is no integer of at least 1.
         """
-        check_positive_int("length", length)
-        check_positive_int("block_size", block_size)
+        check_int("length", length)
+        check_int("block_size", block_size)
         return Blocks((length,), ((length + block_size - 1) // block_size,), block_size)
 
     @staticmethod
@@ -66,19 +66,14 @@ class Blocks:
         counts = (counts,) if isinstance(counts, int) else tuple(counts)
         if not 1 <= len(shape) <= 3:
             raise ValueError(f"shape: got {len(shape)} axes, expected 1, 2 or 3.")
-        if len(counts) != len(shape):
-            raise ValueError(f"counts: got {len(counts)} axes, expected {len(shape)} as in shape.")
-        for axis, (size, count) in enumerate(zip(shape, counts, strict=True)):
-            check_positive_int(f"shape[{axis}]", size)
-            check_positive_int(f"counts[{axis}]", count)
-        if isinstance(prefix, bool) or not isinstance(prefix, int) or prefix < 0:
-            raise ValueError(f"prefix: got {prefix!r}, expected an integer of at least 0.")
         others = tuple(map(tuple, others))
-        for number, other in enumerate(others):
-            if len(other) != len(shape):
-                raise ValueError(f"others[{number}]: got {len(other)} axes, expected {len(shape)} as in shape.")
-            for axis, size in enumerate(other):
-                check_positive_int(f"others[{number}][{axis}]", size)
+        numbers = {"shape": shape, "counts": counts} | {f"others[{i}]": other for i, other in enumerate(others)}
+        for name, values in numbers.items():
+            if len(values) != len(shape):
+                raise ValueError(f"{name}: got {len(values)} axes, expected {len(shape)} as in shape.")
+            for axis, value in enumerate(values):
+                check_int(f"{name}[{axis}]", value)
+        check_int("prefix", prefix, 0)
         clamped = tuple(min(sizes) for sizes in zip(shape, counts, *others, strict=True))
         return Blocks(shape, clamped, prefix=prefix, others=others)
 
@@ -92,9 +87,8 @@ class Blocks:
         """Number of blocks M, the prefix block included."""
         return math.prod(self.counts) + (self.prefix > 0)
 
-    def axis_sizes(self, axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the number of tokens of each block along an axis of a grid of this shape."""
-        length, count = shape[axis], self.counts[axis]
+    def axis_sizes(self, length: int, count: int) -> tuple[int, ...]:
+        """Return the number of tokens of each of the `count` blocks along an axis of `length` tokens."""
         if self.block_size is not None:
             return (self.block_size,) * (count - 1) + (length - self.block_size * (count - 1),)
         size, remainder = length // count, length % count
@@ -102,7 +96,7 @@ class Blocks:
 
     def sizes(self) -> tuple[int, ...]:
         """Return the number of tokens in each of the M blocks."""
-        axes = ([self.axis_sizes(axis, shape) for axis in range(len(shape))] for shape in (self.shape, *self.others))
+        axes = (map(self.axis_sizes, shape, self.counts) for shape in (self.shape, *self.others))
         grids = (map(math.prod, product(*sizes)) for sizes in axes)
         sizes = tuple(map(sum, zip(*grids, strict=True)))
         return (self.prefix, *sizes) if self.prefix else sizes
@@ -132,15 +126,13 @@ class Blocks:
                 block_on_axis = position // self.block_size
             else:
                 size, remainder = length // count, length % count
-                end_of_larger = remainder * (size + 1)  # the first `remainder` blocks have one extra token
-                in_larger = position // (size + 1)
-                in_smaller = remainder + (position - end_of_larger) // size
-                block_on_axis = torch.where(position < end_of_larger, in_larger, in_smaller)
-            block = (block[:, None] * count + block_on_axis[None, :]).flatten()
+                # The first term counts in blocks with one extra token, the second in those without one, which come later.
+                block_on_axis = torch.maximum(position // (size + 1), (position - remainder) // size)
+            block = (block[:, None] * count + block_on_axis).flatten()
         return block
 
 
-def check_positive_int(name: str, value: object) -> None:
-    """Raise ValueError, which names the argument `name`, unless `value` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 1:
-        raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1.")
+def check_int(name: str, value: object, minimum: int = 1) -> None:
+    """Raise ValueError, which names the argument `name`, unless `value` is an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < minimum:
+        raise ValueError(f"{name}: got {value!r}, expected an integer of at least {minimum}.")

@@ -27,6 +27,13 @@ def check_tensor(
         raise ValueError(f"{name}: got a tensor on {x.device}, expected {q.device}, where q is.")
 
 
+def check_shape(name: str, x: Tensor, *sizes: int | str) -> None:
+    """Check the shape of x; a string stands for any size, and is its name in the message."""
+    given = [size if isinstance(size, str) else got for size, got in zip(sizes, x.shape, strict=False)]
+    if x.dim() != len(sizes) or given != list(sizes):
+        raise ValueError(f"{name}: got shape {list(x.shape)}, expected [{', '.join(map(str, sizes))}].")
+
+
 def check_features(
     q: Tensor, k: Tensor, v: Tensor, q_den: Tensor | None, k_den: Tensor | None, normalize: bool | str
 ) -> None:
@@ -43,20 +50,14 @@ def check_features(
             expected = "[batch, tokens, heads, width] with no empty axis"
             raise ValueError(f"{name}: got shape {list(x.shape)}, expected {expected}.")
     batch, _, num_heads, width = q.shape
-    _, num_keys, num_kv_heads, _ = k.shape
-    if k.shape[0] != batch or k.shape[3] != width:
-        raise ValueError(f"k: got shape {list(k.shape)}, expected [{batch}, S, G, {width}] for q {list(q.shape)}.")
+    num_kv_heads = k.shape[2]
+    check_shape("k", k, batch, "S", "G", width)
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"k: got {num_kv_heads} heads, expected a divisor of the {num_heads} heads of q.")
-    if v.shape[:3] != k.shape[:3]:
-        expected = f"[{batch}, {num_keys}, {num_kv_heads}, V]"
-        raise ValueError(f"v: got shape {list(v.shape)}, expected {expected} for k {list(k.shape)}.")
-    if q_den is None or k_den is None:
-        return
-    if q_den.shape[:3] != q.shape[:3]:
-        raise ValueError(f"q_den: got shape {list(q_den.shape)}, expected {[*q.shape[:3]]} and a width, as in q.")
-    if k_den.shape != (*k.shape[:3], q_den.shape[3]):
-        raise ValueError(f"k_den: got shape {list(k_den.shape)}, expected {[*k.shape[:3], q_den.shape[3]]}.")
+    check_shape("v", v, *k.shape[:3], "V")
+    if q_den is not None and k_den is not None:
+        check_shape("q_den", q_den, *q.shape[:3], "L")
+        check_shape("k_den", k_den, *k.shape[:3], q_den.shape[3])
 
 
 def check_options(scale: float | None, normalize: bool | str, impl: str = "auto") -> None:
@@ -94,9 +95,7 @@ def check_padding(
 ) -> None:
     if key_mask is not None:
         check_tensor("key_mask", key_mask, q, "a bool tensor, True for real keys", torch.bool)
-        if key_mask.shape != k.shape[:2]:
-            expected = f"{list(k.shape[:2])}, [batch, keys]"
-            raise ValueError(f"key_mask: got shape {list(key_mask.shape)}, expected {expected}.")
+        check_shape("key_mask", key_mask, *k.shape[:2])
     if starts is not None:
         if not causal:
             raise ValueError("starts: got a tensor with causal=False, expected None.")
@@ -119,8 +118,7 @@ def check_padding(
 def check_starts(starts: Tensor, q: Tensor) -> None:
     """Check that `starts` is int64 [B] with values from 0 to T, on any device."""
     check_tensor("starts", starts, starts, "an int64 tensor", torch.int64)
-    if starts.shape != q.shape[:1]:
-        raise ValueError(f"starts: got shape {list(starts.shape)}, expected [{q.shape[0]}], one number per sequence.")
+    check_shape("starts", starts, len(q))
     if values_can_be_read(q.device) and (int(starts.min()) < 0 or int(starts.max()) > q.shape[1]):
         got = f"values from {int(starts.min())} to {int(starts.max())}"
         raise ValueError(f"starts: got {got}, expected values from 0 to {q.shape[1]}.")
@@ -139,9 +137,8 @@ def check_mixing(
         longest = int(cu_seqlens.diff().max()) if values_can_be_read(q.device) else 1
         num_blocks = (longest - 1) // blocks.block_size + 1
     check_mixing_shape(mixing, q, num_blocks)
-    rows, columns = blocks.num_blocks, key_blocks.num_blocks
-    if not causal and mixing.shape[-2:] != (rows, columns):
-        raise ValueError(f"mixing: got shape {list(mixing.shape)}, expected {rows} rows and {columns} columns.")
+    if not causal:
+        check_shape("mixing", mixing, *mixing.shape[:-2], blocks.num_blocks, key_blocks.num_blocks)
 
 
 def check_mixing_shape(mixing: Tensor, q: Tensor, num_blocks: int) -> None:
@@ -163,17 +160,17 @@ def check_step(
         raise TypeError(f"state: got a {type(state).__name__}, expected an MHLAState.")
     if state.normalize != normalize:
         raise ValueError(f"normalize: got {normalize!r}, expected {state.normalize}, as in the state.")
-    batch, num_kv_heads, _, width, value_width = state.summaries.shape
-    num_heads = state.prefix.shape[1]
-    state_den_width = None if state.window_k_den is None else state.window_k_den.shape[3]
-    den_width = None if k_den is None else k_den.shape[3]
-    state_sizes = (batch, num_heads, num_kv_heads, width, value_width, state_den_width)
-    if state_sizes != (q.shape[0], q.shape[2], *k.shape[2:], v.shape[3], den_width):
-        got = f"a state of batch {batch}, {num_heads} query heads, {num_kv_heads} key heads, key width {width}"
-        got += f", value width {value_width} and k_den width {state_den_width}"
-        q_shape, k_shape, v_shape, k_den_shape = (None if x is None else list(x.shape) for x in (q, k, v, k_den))
-        expected = f"one for q {q_shape}, k {k_shape}, v {v_shape} and k_den {k_den_shape}"
-        raise ValueError(f"state: got {got}, expected {expected}.")
+    state_den_width, den_width = (None if x is None else x.shape[3] for x in (state.window_k_den, k_den))
+    for name, got, expected in (
+        ("batch", len(state.prefix), len(q)),
+        ("query heads", state.prefix.shape[1], q.shape[2]),
+        ("key heads", state.window_k.shape[2], k.shape[2]),
+        ("key width", state.window_k.shape[3], k.shape[3]),
+        ("value width", state.window_v.shape[3], v.shape[3]),
+        ("k_den width", state_den_width, den_width),
+    ):
+        if got != expected:
+            raise ValueError(f"state: got a state of {name} {got}, expected {expected}, as in the new tokens.")
     if state.summaries.device != q.device:
         raise ValueError(f"state: got tensors on {state.summaries.device}, expected {q.device}, where q is.")
     if k.shape[1] != q.shape[1]:

@@ -1,7 +1,8 @@
-"""The state of a decoder: `MHLAState` for dense causal mixing, and the base classes of all decoder states.
+"""The state of a decoder: `MHLAState` for dense causal mixing, and `RowState`, the base class of all decoder states.
 
-`MHLAState` keeps the summaries of closed blocks; their mixture for the open block (the prefix), computed once per block; and
-a window with the keys and values of the last two blocks. Nothing is ever subtracted from a sum, so `crop` is exact.
+`MHLAState` keeps the summary (the sum of k v^T) of every closed block, one whose tokens have all been seen; the prefix, the
+mixture of these summaries for the current, open block, computed once per block; and a window with the keys and values of
+the last two blocks. Nothing is ever subtracted from a sum, so `crop` is exact.
 """
 
 from dataclasses import dataclass

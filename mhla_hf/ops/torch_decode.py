@@ -29,7 +29,7 @@ def torch_step(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 
 def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
     """Compute the outputs [B, T, H, V] of T new tokens per row, which all fit into the open block, and update the state."""
-    q, mixing, q_den, device = inputs.q, inputs.mixing, inputs.q_den, inputs.q.device
+    q, mixing, device = inputs.q, inputs.mixing, inputs.q.device
     sum_dtype, size, num_tokens = state.summaries.dtype, state.block_size, q.shape[1]
     block, offset = state.length // size, state.length % size
     rows = torch.nonzero(state.prefix_block != block).flatten()
@@ -61,12 +61,11 @@ def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
             window[all_rows, new_slots] = new.to(window.dtype)
         open_tokens = [window[all_rows, slots.to(device)] for window, _ in updates]
         diagonal = diagonal_weight(mixing, block[:, None], sum_dtype)
-    query = heads_first(q, sum_dtype, num_tokens)
-    query_den = None if q_den is None else heads_first(q_den, sum_dtype, num_tokens)
+    queries = [heads_first(x, sum_dtype, num_tokens) for x in (q, inputs.q_den) if x is not None]
     tokens = [heads_first(x, sum_dtype, x.shape[1]) for x in open_tokens]
     prefix_z = None if state.prefix_z is None else state.prefix_z[:, :, None]
     prefix = state.prefix[:, :, None]
-    o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, inputs.options.scale)
+    o = attend_blocks(queries, tokens, prefix, prefix_z, visible, diagonal, inputs.options.scale)
     rows = torch.nonzero(offset + num_tokens == size).flatten()
     if len(rows):
         close_blocks(state, rows, block[rows], [x[rows.to(device)].to(sum_dtype) for x in open_tokens])
@@ -77,15 +76,14 @@ def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 
 def step_across_blocks(inputs: MHLAInputs, state: MHLAState) -> Tensor:
     """Compute the outputs [B, T, H, V] of T new tokens per row, with zeros for padding."""
-    q, mixing, q_den, sum_dtype, size = inputs.q, inputs.mixing, inputs.q_den, state.summaries.dtype, state.block_size
+    q, mixing, sum_dtype, size = inputs.q, inputs.mixing, state.summaries.dtype, state.block_size
     blocks, (source, inverse), open_tokens = append_tokens(inputs, state)
     prefix, prefix_z = mix_closed_blocks(state, mixing, torch.arange(len(q)), blocks)
-    query = heads_first(take_tokens(q, source), sum_dtype, size)
-    query_den = None if q_den is None else heads_first(take_tokens(q_den, source), sum_dtype, size)
+    queries = [heads_first(take_tokens(x, source), sum_dtype, size) for x in (q, inputs.q_den) if x is not None]
     tokens = [heads_first(x, sum_dtype, size) for x in open_tokens]
     visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     diagonal = diagonal_weight(mixing, blocks, sum_dtype)
-    o = attend_blocks(query, query_den, tokens, prefix, prefix_z, visible, diagonal, inputs.options.scale)
+    o = attend_blocks(queries, tokens, prefix, prefix_z, visible, diagonal, inputs.options.scale)
     return take_tokens(o.flatten(2, 3).transpose(1, 2), inverse)
 
 
@@ -124,27 +122,28 @@ def window_updates(inputs: MHLAInputs, state: MHLAState) -> list[tuple[Tensor, T
 
 
 def attend_blocks(
-    query: Tensor, query_den: Tensor | None, open_tokens: list[Tensor], prefix: Tensor, prefix_z: Tensor | None,
-    visible: Tensor | None, diagonal: Tensor, scale: float,
+    queries: list[Tensor], open_tokens: list[Tensor], prefix: Tensor, prefix_z: Tensor | None, visible: Tensor | None,
+    diagonal: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
     """Compute q P + m_ii tril(q k^T) v [B, H, n, T, V] for n blocks, normalized if there is `prefix_z`, else times `scale`.
 
-    Queries are [B, H, n, T, K or L], open tokens [B, G, n, C, K or V or L], prefixes P [B, H, n, K, V] and [B, H, n, L]
-    (None if not normalized), `visible` is bool [..., T, C] or None for all, and the diagonal m_ii [B, H or 1, n, 1, 1].
+    `queries` are q and, if the denominator has features of its own, q_den, [B, H, n, T, K or L]. Open tokens are
+    [B, G, n, C, K or V or L], prefixes P [B, H, n, K, V] and [B, H, n, L] (None if not normalized), `visible` is bool
+    [..., T, C] or None for all, and the diagonal m_ii [B, H or 1, n, 1, 1].
     """
-    queries_per_kv = query.shape[1] // open_tokens[0].shape[1]
+    queries_per_kv = queries[0].shape[1] // open_tokens[0].shape[1]
     open_tokens = [x.repeat_interleave(queries_per_kv, 1) if queries_per_kv > 1 else x for x in open_tokens]
 
     def weigh(query: Tensor, key: Tensor) -> Tensor:
         weight = query @ key.mT
         return (weight if visible is None else torch.where(visible, weight, 0)) * diagonal
 
-    weight = weigh(query, open_tokens[0])
+    query, weight = queries[0], weigh(queries[0], open_tokens[0])
     o = query @ prefix + weight @ open_tokens[1]
     if prefix_z is None:
         return o * scale
-    if query_den is not None:
-        query, weight = query_den, weigh(query_den, open_tokens[2])
+    if len(queries) == 2:
+        query, weight = queries[1], weigh(queries[1], open_tokens[2])
     return divide_or_zero(o, (query @ prefix_z[..., None]).squeeze(-1) + weight.sum(-1))
 
 

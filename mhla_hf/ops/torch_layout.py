@@ -102,7 +102,7 @@ class Heads:
 
 
 def take_tokens(x: Tensor, source: Tensor) -> Tensor:
-    """Gather tokens of x [B, T, ...]: y[b, p] = x[b, source[b, p]], or zeros where `source` [B or 1, P] is -1."""
+    """Gather tokens of x [B, T, ...]: y[b, p] = x[b, source[b, p]], or zeros where `source` [B or 1, P] is negative."""
     rows = torch.arange(len(x), device=x.device)[:, None]
     is_none = (source < 0).view(*source.shape, *[1] * (x.dim() - 2))
     return x[rows, source.clamp(min=0)].masked_fill(is_none, 0)
@@ -140,20 +140,13 @@ class TokenMove(NamedTuple):
     source: Tensor | None = None
     inverse: Tensor | None = None
 
-    def move(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def move(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         if self.source is None:
             return tensors
-        return tuple(MoveTokens.apply(x, self.source, self.inverse) for x in tensors)
+        return tuple(None if x is None else MoveTokens.apply(x, self.source, self.inverse) for x in tensors)
 
     def take_back(self, x: Tensor) -> Tensor:
         return x if self.source is None else MoveTokens.apply(x, self.inverse, self.source)
-
-
-def shift_to_start(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Compute the gathers of `MoveTokens` that bring the first real token of each row, `starts` [B], to place 0."""
-    place = torch.arange(num_tokens, device=starts.device)
-    source, inverse = place + starts[:, None], place - starts[:, None]
-    return torch.where(source < num_tokens, source, -1), torch.where(inverse >= 0, inverse, -1)
 
 
 def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -200,7 +193,9 @@ def align_blocks(
     if cu_seqlens is not None:
         source, inverse, block, sequence_id = align_sequences(cu_seqlens, num_tokens, block_size)
     elif starts is not None:
-        source, inverse = shift_to_start(starts.to(q.device), num_tokens)
+        place, starts = torch.arange(num_tokens, device=q.device), starts.to(q.device)[:, None]
+        source, inverse = place + starts, place - starts
+        source = source.masked_fill(source >= num_tokens, -1)
     else:
         return Alignment(TokenMove(), block, key_mask)
     valid = (source >= 0).expand(batch, -1)
@@ -267,7 +262,7 @@ def visible_slots(position: Tensor, num_slots: int, block_size: int, window: int
 
 
 class TokenPlaces:
-    """Finds tokens by position in one tensor of the `num_held` tokens that a decoder state holds and T new ones.
+    """Finds tokens by position in a concatenation: the `num_held` tokens of a decoder state, then T new ones.
 
     Each row has seen `before` [B] tokens, the last of which are in the slots of `ring_slot`; the first `padding` [B] of its
     new tokens are padding. Results are on `device`, positions may be on the CPU.

@@ -23,14 +23,7 @@ from torch import Tensor
 from .blocks import Blocks
 from .inputs import MHLAInputs, MHLAOptions
 from .reference import divide_or_zero, official_denominator, without_row_scale
-from .torch_layout import (
-    BlockCut,
-    DifferentiableOnce,
-    Heads,
-    TokenMove,
-    align_blocks,
-    mixing_of_sequences,
-)
+from .torch_layout import BlockCut, DifferentiableOnce, Heads, TokenMove, align_blocks, mixing_of_sequences
 
 # Elements of q per head from which the CPU computes head by head, to stay in its cache; measured.
 HEAD_BY_HEAD_SIZE = 32768
@@ -47,9 +40,7 @@ def torch_mhla(inputs: MHLAInputs) -> Tensor:
             mixing = mixing_of_sequences(mixing, block, sequence_id)
             blocks = Blocks.sequence(len(block) * blocks.block_size, blocks.block_size)
             options = options._replace(blocks=blocks, key_blocks=blocks)
-    q, k, v = tokens.move(q, k, v)
-    if q_den is not None and k_den is not None:
-        q_den, k_den = tokens.move(q_den, k_den)
+    q, k, v, q_den, k_den = tokens.move(q, k, v, q_den, k_den)
     if normalize is False or (normalize is True and q_den is None):
         o = BlockedAttention.apply(q, k, v, mixing, options)
     else:  # the denominator takes a pass of its own
@@ -88,11 +79,22 @@ class RowScaleFree(torch.autograd.Function):
 
 
 class BlockedAttention(torch.autograd.Function):
-    """Computes `blocked_forward`, with gradients by `blocked_backward`."""
+    """Computes o [B, T, H, V] = sum weight * v, divided by the sum of the weights if `normalize`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: MHLAOptions) -> Tensor:
-        o, den = blocked_forward(q, k, v, mixing, options)
+        work = HeadWork(q, k, v, options)
+        o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if options.unrounded else v.dtype)
+        den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if options.normalize else None
+        compute_sums = causal_sums if options.causal else full_sums
+        with torch.autocast(q.device.type, enabled=False):
+            for heads in work.groups:
+                m = heads.take_mixing(mixing, options.scale)
+                head_num, head_den = compute_sums(*work.split(heads, q, k, v), m, bool(options.normalize))
+                if head_den is not None and den is not None:
+                    head_num = divide_or_zero(head_num, head_den)
+                    heads.write(work.query_cut.merge(head_den[..., None]), den)
+                heads.write(work.query_cut.merge(head_num), o)
         ctx.options = options
         ctx.save_for_backward(q, k, v, mixing, None if den is None else o, den)
         return o
@@ -100,30 +102,35 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, o_grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mixing, o, den = ctx.saved_tensors
-        with torch.no_grad():
-            grads = blocked_backward(o_grad, q, k, v, mixing, o, den, ctx.options)
+        options, inputs = ctx.options, (q, k, v, mixing)
+        work = HeadWork(q, k, v, options)
+        compute_grads = causal_grads if options.causal else full_grads
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            grads = [  # several heads add to some of them
+                torch.zeros_like(x, dtype=work.sum_dtype)
+                if x.dim() < 4 or x.shape[2] < q.shape[2]
+                else torch.empty_like(x)
+                for x in inputs
+            ]
+            q_grad, k_grad, v_grad, mixing_grad = grads
+            for heads in work.groups:
+                num_grad, den_grad = heads.take(o_grad), None
+                if den is not None:  # o = num / den
+                    num_grad = divide_or_zero(num_grad, heads.take(den).squeeze(2))
+                    den_grad = work.query_cut.split(-(num_grad * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
+                m = heads.take_mixing(mixing, options.scale)
+                num_grad = work.query_cut.split(num_grad)
+                dq, dk, dv, dm = compute_grads(*work.split(heads, q, k, v), m, num_grad, den_grad)
+                heads.write(work.query_cut.merge(dq), q_grad)
+                heads.write(work.key_cut.merge(dk), k_grad)
+                heads.write(work.key_cut.merge(dv), v_grad)
+                heads.add_mixing_grad(dm * options.scale, mixing_grad)
+            if options.normalize:
+                grads[3] = without_row_scale(mixing_grad, mixing, options.causal)
+            grads = [grad.to(x.dtype) for x, grad in zip(inputs, grads, strict=True)]
         if torch.is_grad_enabled():  # create_graph=True: without this, the gradients would pass for constants
-            grads = [DifferentiableOnce.apply(x, o_grad, q, k, v, mixing) for x in grads]
+            grads = [DifferentiableOnce.apply(x, o_grad, *inputs) for x in grads]
         return *grads, None
-
-
-def blocked_forward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: MHLAOptions
-) -> tuple[Tensor, Tensor | None]:
-    """Compute o [B, T, H, V] = sum weight * v, divided by den if `normalize`, and den [B, T, H, 1] = sum weight, or None."""
-    work = HeadWork(q, k, v, options)
-    o = v.new_empty(*q.shape[:3], v.shape[3], dtype=work.sum_dtype if options.unrounded else v.dtype)
-    den = q.new_empty(*q.shape[:3], 1, dtype=work.sum_dtype) if options.normalize else None
-    compute_sums = causal_sums if options.causal else full_sums
-    with torch.autocast(q.device.type, enabled=False):
-        for heads in work.groups:
-            m = heads.take_mixing(mixing, options.scale)
-            head_num, head_den = compute_sums(*work.split(heads, q, k, v), m, bool(options.normalize))
-            if head_den is not None and den is not None:
-                head_num = divide_or_zero(head_num, head_den)
-                heads.write(work.query_cut.merge(head_den[..., None]), den)
-            heads.write(work.query_cut.merge(head_num), o)
-    return o, den
 
 
 class HeadWork:
@@ -198,47 +205,13 @@ def chunk_prefix(summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor | None]:
 
     Also returns `running`, the sum over the earlier chunks of the same block; None if n is 1.
     """
-    if summary.shape[2] == 1:
-        return mix_earlier(m, summary.squeeze(2))[:, :, None], None
+    is_one = summary.shape[2] == 1
+    earlier = torch.matmul(m.tril(-1), summary.squeeze(2) if is_one else summary.sum(2))[:, :, None]
+    if is_one:
+        return earlier, None
     # A sum that excludes the chunk itself; subtracting it from an inclusive sum would cancel small values.
     running = torch.nn.functional.pad(summary[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
-    earlier = mix_earlier(m, summary.sum(2))
-    return torch.addcmul(earlier[:, :, None], running, diagonal_mixing(m)[..., None]), running
-
-
-def mix_earlier(m: Tensor, summary: Tensor) -> Tensor:
-    """Mix the summaries of earlier blocks, sum_{b<i} m_ib S_b: [R or 1, M, M] and [R, M, X] -> [R, M, X]."""
-    return torch.matmul(m.tril(-1), summary)
-
-
-def blocked_backward(
-    o_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: Tensor | None, den: Tensor | None,
-    options: MHLAOptions,
-) -> list[Tensor]:  # fmt: skip
-    """Compute the gradients of q, k, v, and mixing; o and den are None if not normalized."""
-    work, inputs = HeadWork(q, k, v, options), (q, k, v, mixing)
-    compute_grads = causal_grads if options.causal else full_grads
-    with torch.autocast(q.device.type, enabled=False):
-        grads = [  # several heads add to some of them
-            torch.zeros_like(x, dtype=work.sum_dtype) if x.dim() < 4 or x.shape[2] < q.shape[2] else torch.empty_like(x)
-            for x in inputs
-        ]
-        q_grad, k_grad, v_grad, mixing_grad = grads
-        for heads in work.groups:
-            num_grad, den_grad = heads.take(o_grad), None
-            if o is not None and den is not None:  # o = num / den
-                num_grad = divide_or_zero(num_grad, heads.take(den).squeeze(2))
-                den_grad = work.query_cut.split(-(num_grad * heads.take(o)).sum(2, keepdim=True)).squeeze(3)
-            m = heads.take_mixing(mixing, options.scale)
-            num_grad = work.query_cut.split(num_grad)
-            dq, dk, dv, dm = compute_grads(*work.split(heads, q, k, v), m, num_grad, den_grad)
-            heads.write(work.query_cut.merge(dq), q_grad)
-            heads.write(work.key_cut.merge(dk), k_grad)
-            heads.write(work.key_cut.merge(dv), v_grad)
-            heads.add_mixing_grad(dm * options.scale, mixing_grad)
-        if options.normalize:
-            grads[3] = without_row_scale(mixing_grad, mixing, options.causal)
-    return [grad.to(x.dtype) for x, grad in zip(inputs, grads, strict=True)]
+    return torch.addcmul(earlier, running, diagonal_mixing(m)[..., None]), running
 
 
 def full_grads(
@@ -301,15 +274,11 @@ def chunk_prefix_grads(
     prefix_grad: Tensor, summary: Tensor, running: Tensor | None, m: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of `chunk_prefix` with respect to the summaries, [R, M, n, X], and m, [R, M, M]."""
+    earlier_grad, total = (x.squeeze(2) if running is None else x.sum(2) for x in (prefix_grad, summary))
+    summary_grad = torch.matmul(m.tril(-1).mT, earlier_grad)[:, :, None]
+    dm = torch.bmm(earlier_grad, total.mT).tril_(-1)
     if running is None:
-        summary_grad, dm = mix_earlier_grads(prefix_grad.squeeze(2), summary.squeeze(2), m)
-        return summary_grad[:, :, None], dm
-    summary_grad, dm = mix_earlier_grads(prefix_grad.sum(2), summary.sum(2), m)
+        return summary_grad, dm
     later = torch.nn.functional.pad(prefix_grad.flip(2)[:, :, :-1], (0, 0, 1, 0)).cumsum(2).flip(2)
-    summary_grad = torch.addcmul(summary_grad[:, :, None], later, diagonal_mixing(m)[..., None])
+    summary_grad = torch.addcmul(summary_grad, later, diagonal_mixing(m)[..., None])
     return summary_grad, dm + torch.diag_embed(torch.linalg.vecdot(prefix_grad.flatten(2), running.flatten(2)))
-
-
-def mix_earlier_grads(mixed_grad: Tensor, summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `mix_earlier` with respect to the summaries, [R, M, X], and m, [R, M, M]."""
-    return torch.matmul(m.tril(-1).mT, mixed_grad), torch.bmm(mixed_grad, summary.mT).tril_(-1)

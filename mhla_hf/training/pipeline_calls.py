@@ -266,7 +266,7 @@ def sample_calls(
         pipeline(**options, output_type="latent")
     if not calls:
         got = f"{stage.sampling_steps} in stage {stage.name!r}"
-        raise ValueError(f"sampling_steps: got {got}, expected enough for a step with {component!r}.")
+        raise ValueError(f"sampling_steps: got {got}, expected more: none of these steps runs {component!r}.")
     return calls
 
 

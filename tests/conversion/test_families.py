@@ -31,4 +31,4 @@ def test_a_record_names_classes_that_exist(family):
         made = mhla_class(family, getattr(library, name))
         assert issubclass(made, getattr(library, name)) and getattr(mhla_hf, made.__name__) is made
         assert family_of_class(name) is family_of_class(made.__name__) is family
-    MHLASettings(**family.defaults)
+    MHLASettings(**family.kind.defaults)

@@ -50,7 +50,7 @@ CONVERT = [  # a model, settings, and what is said of them
     (lambda: softmax_encoder("bert", is_decoder=True), {}, "'bert'", "it sees only earlier tokens (is_decoder=True)"),
     (lambda: softmax_encoder("modernbert"), {"layers": [1]}, "layer 1", "it sees only its neighbors (sliding_window)"),
     (lambda: transformers.BertLMHeadModel(softmax_encoder("bert").config), {}, "BertLMHeadModel", "BertForMaskedLM"),
-    (lambda: softmax_encoder("bert"), {"mixing_form": "softmax", "layout": [4]}, "layout", "expected none for an encoder"),
+    (lambda: softmax_encoder("bert"), {"mixing_form": "softmax", "layout": [4]}, "layout", "expected None for an encoder"),
     (lambda: softmax_encoder("bert"), {"softmax_heads": {0: [1]}}, "softmax_heads", "expected None for an encoder"),
     (lambda: softmax_encoder("bert"), {"rope": "after"}, "rope", 'expected "before"'),
 ]  # fmt: skip
@@ -75,6 +75,10 @@ def test_offloaded_layers_are_refused_and_hooked_ones_work():
     ids = tokens(1, 12)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    body, mask = add_hook_to_module(softmax_model().model, AlignDevicesHook("cpu")), torch.ones_like(ids)
+    mask[0, :5] = 0
+    mhla_hf.convert(body, layers="all", block_size=8, num_blocks=4)
+    torch.testing.assert_close(body(ids, attention_mask=mask)[0][:, 5:], body(ids[:, 5:])[0], rtol=1e-5, atol=1e-5)
     away = softmax_model()
     add_hook_to_module(away.model.layers[1].self_attn, AlignDevicesHook(execution_device="cpu", offload=True))
     away.model.layers[1].self_attn.to("meta")

@@ -185,6 +185,7 @@ FEATURES = Extractor("only features", lambda images: images.float().mean((2, 3))
 
 BAD = [
     ({"settings": {"reference": "nowhere.npz"}}, "reference: got 'nowhere.npz'"),
+    ({"settings": {"reference": None}}, "reference: got None, expected ADM's .npz or a folder of images"),
     ({"settings": {"reference": "cut.npz"}}, "reference: got 'cut.npz', expected an .npz file"),
     ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "expected one with spatial features for sFID"),
     ({"models": {"sana": Painter()}, "tasks": ["IS"]}, "got Painter, expected a pipeline that takes class_labels"),

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import lm_eval.tasks
@@ -187,6 +188,19 @@ def test_tasks_of_lm_eval_read_files_instead_of_the_hub(world, tmp_path):
     for folder, says in ((tmp_path, missing), ("/nowhere", nowhere)):
         with pytest.raises(ValueError, match=says):
             judge(world, "llama", ["here_cloze"], data_files=folder)
+
+
+def test_a_task_with_functions_has_one_hash_wherever_they_are_loaded(world, tmp_path):
+    """lm-eval's settings hold functions in mappings, whose addresses differ from process to process."""
+    hashes = []
+    for place in ("a", "b"):
+        folder = shutil.copytree(world / "tasks", tmp_path / place)
+        with (folder / "local_data.py").open("a") as file:
+            file.write("def ask(doc):\n    return doc['context']\n")
+        text = "include: here_cloze.yaml\ntask: here_function\ndoc_to_text: !function local_data.ask\n"
+        (folder / "function.yaml").write_text(text)
+        hashes.append(load_tasks(["here_function"], [folder])[0].scored)
+    assert hashes[0] == hashes[1]
 
 
 @pytest.mark.parametrize("metric", ["bits_per_byte", "word_perplexity"])

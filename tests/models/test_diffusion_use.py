@@ -178,7 +178,7 @@ def test_a_processor_put_in_by_hand_is_noticed(family, tmp_path):
     model = converted(family)
     model.transformer_blocks[1].attn1.set_processor(AttnProcessor2_0())
     for use in (lambda: run(model, family), lambda: model.save_pretrained(tmp_path)):
-        with pytest.raises(ValueError, match="model: got AttnProcessor2_0 in layer 1, expected its MHLAAttnProcessor"):
+        with pytest.raises(ValueError, match="model: got AttnProcessor2_0 in layer 1, expected its MHLA processor"):
             use()
     assert not any(tmp_path.iterdir())
 

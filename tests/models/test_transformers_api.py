@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 import mhla_hf
 from mhla_hf.models.derived_classes import base_classes, find_derived_class
 from mhla_hf.models.families import CAUSAL, Family
-from mhla_hf.models.language import causal_attention, language_model
-from mhla_hf.models.language.causal_attention import WINDOWED_SWAP
+from mhla_hf.models.language.causal_attention import ATTENTION_NAME, WINDOWED_SWAP
 from mhla_hf.models.transformers_api import TESTED_TRANSFORMERS, config_class_of
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +30,7 @@ def test_a_type_that_this_release_lacks_is_not_there():
 def test_a_cache_that_does_not_reach_the_layer_is_refused(make, monkeypatch):
     """As with transformers 5.24 before this code knew its `cache=`: the second step would read nothing of the first."""
     model = make()
-    for module in (causal_attention, language_model):
-        monkeypatch.setattr(module, "find_cache", lambda kwargs: None)
+    monkeypatch.setattr("mhla_hf.models.language.cache.find_cache", lambda kwargs: None)
     with refused("cache", "expected the layer's own cache", TESTED_TRANSFORMERS[1]), torch.no_grad():
         cache = model(tokens(1, 12), use_cache=True)[CACHE]
         model(tokens(1, 1), **{CACHE: cache})
@@ -57,4 +55,4 @@ def test_experts_of_a_loaded_model_are_those_of_its_base(tmp_path):
 def test_no_softmax_layer_left_means_no_softmax_mask():
     """Layers of a base that have no attention, as Qwen3-Next's, do not count."""
     model = mhla_hf.convert(small_model_of("qwen3_next"), layers="all", block_size=8)
-    assert model.config._attn_implementation == causal_attention.ATTENTION_NAME
+    assert model.config._attn_implementation == ATTENTION_NAME

@@ -75,7 +75,7 @@ def suites() -> dict[str, type]:
         classes = {head: getattr(module, name + head, None) for head in heads}
         ends = {"causal_lm": "CausalLM", "question_answering": "QuestionAnswering"}
         ends |= {"sequence_classification": "SequenceClassification", "token_classification": "TokenClassification"}
-        classes["ForCausalLM"]._can_compile_fullgraph = mhla.get("windowed", False)  # as each model of it says
+        classes["ForCausalLM"]._can_compile_fullgraph = mhla.get("windowed", False)  # which only these tests read
         members = {f"{head}_class": classes[f"For{end}"] for head, end in ends.items()}
         members |= {"base_model_class": classes["Model"], "config_class": classes["Model"].config_class}
         members |= {"forced_config_args": ["pad_token_id", "mhla"], "mhla": {"block_size": 4, "num_blocks": 4, **mhla}}

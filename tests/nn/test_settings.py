@@ -23,7 +23,7 @@ SETTINGS = [
     ({"windowed": True, "layout": [2], "softmax_heads": {1: [0]}}, "softmax_heads: got some"),
     ({"windowed": True, "feature_map": "identity"}, 'feature_map: got "identity" with windowed=True'),
     ({"windowed": True, "block_size": 2}, "sinks"),
-    ({"windowed": True, "normalize": False}, "normalize: got false with windowed=True"),
+    ({"windowed": True, "normalize": False}, "normalize: got False with windowed=True"),
     ({"windowed": True, "rope": "after"}, "rope: got 'after' with windowed=True"),
     ({"windowed": True, "impl": "reference"}, "impl: got 'reference' with windowed=True"),
 ]

@@ -9,8 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mhla_hf.conversion.language import ask_of_row
-from mhla_hf.evaluation.recall import choose_words
-from mhla_hf.facts import ANSWER_WEIGHT, FACTLESS, FactRows
+from mhla_hf.facts import ANSWER_WEIGHT, FACTLESS, FactRows, choose_words
 from mhla_hf.training.loop import Stage, distill
 from mhla_hf.training.tasks.language import LanguageTask
 

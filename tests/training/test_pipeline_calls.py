@@ -128,7 +128,7 @@ def test_experts_have_their_own_times():
     process = NoiseProcess(pipe.scheduler, (800.0, float("inf")))
     assert min(process.draw_time(random, "logit-normal", 1.0) for _ in range(50)) >= 800
     stage = DiffusionStage("m", "prediction", 1, 1.0, **{**COMMON, "sampling_steps": 1})
-    with pytest.raises(ValueError, match=r"sampling_steps: got 1 .* expected enough for a step with 'transformer_2'"):
+    with pytest.raises(ValueError, match=r"sampling_steps: got 1 .* none of these steps runs 'transformer_2'"):
         sample_calls(pipe, "transformer_2", pipe.transformer_2, stage, {"prompt": PROMPT}, 0)
 
 

@@ -1,8 +1,8 @@
 """Transformers of diffusers that need no code of their own, such as `MHLAWanTransformer3DModel`; made on first use.
 
-The control blocks of VACE and Latte's attention between frames stay softmax. SkyReels-V2 takes whole videos only. In LTX-2
-and Kandinsky 6, the self-attention of the video stream becomes MHLA. Sana's attention is linear already: MHLA with uniform
-mixing.
+The control blocks of VACE and Latte's attention between frames stay softmax. SkyReels-V2 runs only without its causal mask
+over blocks of frames (num_frame_per_block of 1). In LTX-2 and Kandinsky 6, the self-attention of the video stream becomes
+MHLA. Sana's attention is linear already: MHLA with uniform mixing.
 """
 
 import functools
@@ -19,7 +19,7 @@ from .transformer import MHLAProcessorsMixin, MHLATransformerMixin
 def derived_transformer(name: str) -> Any:
     """Return the MHLA class of a transformer of diffusers by its name."""
     family = next((family for family in DIFFUSION if name in [f"MHLA{base}" for base in family.classes]), None)
-    if family is None or family.entry != "models.diffusion.converted_transformer":
+    if family is None or family.kind.entry != "models.diffusion.converted_transformer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")
     base = getattr(diffusers, name.removeprefix("MHLA"))
     doc = f"`{base.__name__}` with MHLA in the layers that `mhla` lists."

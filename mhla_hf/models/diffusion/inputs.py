@@ -1,4 +1,4 @@
-"""Reads what the transformers of diffusers pass in different forms, which an `AttentionKind` names."""
+"""Reads what the transformers of diffusers pass in different forms, which a `DiffusionKind` names."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..families import AttentionKind
+from ..families import DiffusionKind
 
 # Cosines and sines, broadcastable to [B, T, H, K], and the distance of the two channels of a pair.
 RotaryAngles = tuple[Tensor, Tensor, int]
@@ -87,7 +87,7 @@ def project_heads(attn: Any, hidden_states: Tensor, head_norm: bool, text: bool 
 
 
 def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
-    """Read a rotary embedding in the form that `AttentionKind.rotary` names."""
+    """Read a rotary embedding in the form that `DiffusionKind.rotary` names."""
     if form == "axes":  # of each third of a head [positions, K / 3], and the tokens' positions [1, T] (Allegro)
         tables, positions = rotary
         cos, sin = (
@@ -143,7 +143,7 @@ def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
     return grids if len(grids) > 1 else grids[0]
 
 
-def read_grid(kind: AttentionKind, config: Any, latents: Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+def read_grid(kind: DiffusionKind, config: Any, latents: Tensor, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the number of tokens along each axis of the grid, or one tuple per image, from a forward's arguments."""
     if kind.positions:
         read: Any = grid_of_positions if kind.positions == "img_ids" else grid_of_shapes

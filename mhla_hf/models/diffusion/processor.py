@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...nn.core import CORE_LOG, softmax_attention
 from ...nn.grid import rotate_both
 from ...nn.joint import TextTokens, split_grids
-from ..families import AttentionKind
+from ..families import DiffusionKind
 from .context_parallel import shard_of_grid
 from .inputs import attention_parts, project_heads, read_rotary
 
@@ -90,7 +90,7 @@ class GridAttnProcessor(nn.Module):
 
         cls.__call__ = __call__  # type: ignore[method-assign]
 
-    def __init__(self, core: nn.Module, state: GridState, kind: AttentionKind, base_processor: Any):
+    def __init__(self, core: nn.Module, state: GridState, kind: DiffusionKind, base_processor: Any):
         super().__init__()
         self.mhla = core
         self.state = state
@@ -104,7 +104,7 @@ class GridAttnProcessor(nn.Module):
 
 
 class MHLAAttnProcessor(GridAttnProcessor):
-    """Processor that computes self-attention by MHLA over the model's grid, for all families without a text in it."""
+    """Processor that computes self-attention by MHLA over the grid, where no text tokens share the attention."""
 
     def forward(
         self,

@@ -19,7 +19,7 @@ from ...nn.core import CORE_LOG
 from ...nn.grid import GridMHLA
 from ...nn.joint import JointMHLA
 from ...nn.settings import MHLASettings, check_grid_settings
-from ..families import Family
+from ..families import DiffusionFamily
 from ..saving import check_loaded_weights, source_name, write_source
 from .context_parallel import TokenShards
 from .inputs import core_sizes, find_self_attentions, read_grid
@@ -43,14 +43,14 @@ class MHLATransformerMixin:
     dictionary of settings. Settings that are missing have the defaults of the family.
     """
 
-    family: Family
+    family: DiffusionFamily
     # Further arguments of the constructor, and their defaults; the report of a conversion with samples is only stored.
     mhla_arguments: dict[str, Any] = {"mhla_measured": None}
 
     def __init_subclass__(cls: Any, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         base = cls.__bases__[-1]
-        cls.mhla_defaults = cls.family.defaults
+        cls.mhla_defaults = cls.family.kind.defaults
         # `compile_repeated_blocks` reads this; some bases name their blocks only in `_no_split_modules`.
         cls._repeated_blocks = cls._repeated_blocks or [n for n in base._no_split_modules or [] if n.endswith("Block")]
         cls.__init__ = register_to_config(make_constructor(base, cls.mhla_arguments))
@@ -62,7 +62,7 @@ class MHLATransformerMixin:
             cls._keep_in_fp32_modules = [*(base._keep_in_fp32_modules or []), "mixing"]
         # diffusers writes the class's module to model_index.json, as the name of the source file. If such a model is passed
         # to `DiffusionPipeline.from_pretrained`, it looks for `ModelMixin` in that module of `sys.modules`.
-        module_name = source_name(cls.family.entry).removesuffix(".py")
+        module_name = source_name(cls.family.kind.entry).removesuffix(".py")
         module = sys.modules.setdefault(module_name, sys.modules[cls.__module__])
         vars(module).setdefault("ModelMixin", ModelMixin)
         cls.__module__ = module_name
@@ -156,7 +156,7 @@ class MHLATransformerMixin:
             expected = "plain weights; call fuse_lora() and unload_lora() first, and do not use modules_to_save"
             raise ValueError(f"model: got one with the weight {adapted!r}, expected {expected}.")
         if is_main_process:
-            write_source(self.family.entry, save_directory, source_name(self.family.entry))
+            write_source(self.family.kind.entry, save_directory, source_name(self.family.kind.entry))
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
 
     def check_processors(self: Any) -> None:
@@ -165,7 +165,7 @@ class MHLATransformerMixin:
         for index in self.config.mhla["layers"]:
             processor = attentions[index].processor
             if not holds_mhla(processor):
-                expected = "its MHLAAttnProcessor, whose weights are lost; load or convert the model again"
+                expected = "its MHLA processor, whose weights are lost; load or convert the model again"
                 raise ValueError(f"model: got {type(processor).__name__} in layer {index}, expected {expected}.")
 
     @classmethod

@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin, StaticLayer
+
+from ..transformers_api import find_cache
 
 
 class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -118,15 +120,14 @@ class MHLADynamicCache(DynamicCache):
             layer.crop(tokens_to_remove)
 
 
-def mhla_cache_layer(
-    past_key_values: Cache | None, layer_idx: int, keeps_softmax: bool = False
-) -> MHLACacheLayer | None:
-    """Return layer `layer_idx` of a KV cache; at first use, replace it by an MHLA layer, in place.
+def take_cache_layer(kwargs: dict[str, Any], layer_idx: int, keeps_softmax: bool = False) -> MHLACacheLayer | None:
+    """Remove the KV cache, if any, from arguments, and return its layer; at first use, replace that by an MHLA layer.
 
     With `keeps_softmax`, the replaced layer holds the keys and values of the heads that keep softmax.
     """
-    if past_key_values is None:
+    if (name := find_cache(kwargs)) is None:
         return None
+    past_key_values = kwargs.pop(name)
     layers: Any = past_key_values.layers
     while len(layers) <= layer_idx:
         layers.append(past_key_values.layer_class_to_replicate())

@@ -21,7 +21,7 @@ from ...nn.settings import MHLASettings
 from ...ops.namespace import NAMESPACE
 from ..derived_classes import AttentionSwap, attention_sizes, calls_interface, is_attention
 from ..transformers_api import check_cache_arrived, find_cache
-from .cache import mhla_cache_layer
+from .cache import take_cache_layer
 
 ATTENTION_NAME = f"mhla_{NAMESPACE}"
 # Arguments with which other attention functions compute something that MHLA cannot.
@@ -39,23 +39,21 @@ def mhla_attention(
     if kwargs.get("is_causal") is False:
         raise ValueError("is_causal: got False for an MHLA layer of a language model, expected True or None.")
     starts, key_mask = kwargs.get("mhla_padding") or (None, None)  # `attention_mask` is for heads that keep softmax
-    cache = kwargs.get("mhla_cache")
     options = {
         "hidden_states": kwargs.get("mhla_hidden_states"),
-        "cache": cache,
+        "cache": kwargs.get("mhla_cache"),
         "scale": kwargs.get("scaling"),
         "starts": starts,
         "key_mask": key_mask,
-        "cu_seqlens": kwargs.get("cu_seq_lens_q") if cache is None else None,
+        "cu_seqlens": kwargs.get("cu_seq_lens_q"),
     }
     if "mhla_rotate" in kwargs:  # of a model from scratch
         options["rotate"] = kwargs["mhla_rotate"]
     if not hasattr(module, "attend_with_softmax"):
         o = module.mhla(*(x.transpose(1, 2) for x in (query, key, value)), **options)
     else:
-        softmax_options = {name: value for name, value in kwargs.items() if not name.startswith("mhla_")}
-        softmax_options["attention_mask"] = attention_mask
-        o = module.attend_with_softmax(query, key, value, options, softmax_options)
+        softmax_options = {name: x for name, x in kwargs.items() if not name.startswith("mhla_")}
+        o = module.attend_with_softmax(query, key, value, attention_mask, options, softmax_options)
     return o.contiguous(), None  # some bases call `view` on it
 
 
@@ -76,15 +74,11 @@ class SoftmaxHeads(nn.Module):
         """Attend by softmax, to [B, T, H, V]. Keys and values go into `cache.softmax`, if there is one."""
         if cache is not None:
             key, value = cache.softmax.update(key, value)
-        return selected_attention(self.config, self.eager)(self, query, key, value, **options)[0]
+        return self.selected_function()(self, query, key, value, **options)[0]
 
-
-def selected_attention(config: Any, eager: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the attention function that a configuration selects.
-
-    With this code inside `SoftmaxHeads`, `calls_interface` would take that for an attention module of a base.
-    """
-    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+    def selected_function(self) -> Callable[..., Any]:
+        """Return the model's attention function. In `forward`, `calls_interface` would take this for code of a base."""
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
 
 
 def padding_mask(
@@ -102,9 +96,8 @@ class MatrixMixer:
     """Passes the layer's input and its cache to `mhla_attention`; a mixin for attention classes with a child `mhla`."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache_name, keeps_softmax = find_cache(kwargs), getattr(self.mhla, "heads", None) is not None
-        past = kwargs.pop(cache_name) if cache_name is not None else None
-        cache = mhla_cache_layer(past, self.layer_idx, keeps_softmax=keeps_softmax)
+        keeps_softmax = getattr(self.mhla, "heads", None) is not None
+        cache = take_cache_layer(kwargs, self.layer_idx, keeps_softmax)
         added = {"mhla_cache": cache, "mhla_hidden_states": hidden_states}
         output = super().forward(hidden_states, *args, **added, **kwargs)  # type: ignore[misc]
         if cache is not None:
@@ -116,17 +109,17 @@ class SoftmaxMixer(MatrixMixer):
     """Adds the base's softmax: in the heads that keep it, and in all while no token is dropped; without a mixing matrix."""
 
     def attend_with_softmax(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], softmax_options: dict[str, Any]
-    ) -> Tensor:
+        self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any],
+        softmax_options: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
         """Attend by softmax in the heads that keep it and by MHLA in the others; by softmax in all if `softmax_is_exact`.
 
         Shapes are those of `mhla_attention`. `options` go to the MHLA core, `softmax_options` to the attention function.
         """
-        heads, cache, mask = getattr(self.mhla, "heads", None), options["cache"], softmax_options["attention_mask"]
+        heads, cache = getattr(self.mhla, "heads", None), options["cache"]
         if softmax_is_exact(self, query.shape[2], mask, options):
-            if mask is not None:
-                softmax_options["attention_mask"] = mask[..., : key.shape[2]]
-            o = self.softmax_heads(query, key, value, None, **softmax_options)
+            mask = None if mask is None else mask[..., : key.shape[2]]
+            o = self.softmax_heads(query, key, value, None, attention_mask=mask, **softmax_options)
             if cache is not None:
                 if heads is not None:
                     cache.softmax.update(heads.part(key, True, 1), heads.part(value, True, 1))
@@ -139,7 +132,7 @@ class SoftmaxMixer(MatrixMixer):
         outputs = {}  # by whether heads keep softmax
         if heads.counts[True]:
             parts = [heads.part(x, True, 1) for x in (query, key, value)]
-            outputs[True] = self.softmax_heads(*parts, cache, **softmax_options)
+            outputs[True] = self.softmax_heads(*parts, cache, attention_mask=mask, **softmax_options)
         if heads.counts[False]:
             parts = [heads.part(x, False, 1).transpose(1, 2) for x in (query, key, value)]
             outputs[False] = self.mhla(*parts, **options)
@@ -179,19 +172,18 @@ def causal_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
 def add_softmax(model: Any, settings: MHLASettings) -> None:
     attentions = find_causal_attentions(model)
     for attention in (attentions[index] for index in settings.layers):  # type: ignore[index]
-        if settings.windowed and any(calls_interface(cls) for cls in type(attention).__mro__):
+        if settings.windowed:
             attention.softmax_heads = SoftmaxHeads(attention, model.config)
     for index, heads in (settings.softmax_heads or {}).items():
-        keep_softmax_heads(attentions[int(index)], model.config, heads)
+        keep_softmax_heads(attentions[int(index)], heads)
 
 
-def keep_softmax_heads(attention: Any, config: Any, heads: Sequence[int]) -> None:
+def keep_softmax_heads(attention: Any, heads: Sequence[int]) -> None:
     num_heads = attention.mhla.num_kv_heads
     if max(heads) >= num_heads or len(heads) >= num_heads:
         expected = f"some, but not all, of 0 to {num_heads - 1}; a layer of softmax alone is not in `layers`"
         raise ValueError(f"softmax_heads: got {list(heads)} for layer {attention.layer_idx}, expected {expected}.")
     attention.mhla.heads = HeadSplit(heads, num_heads)
-    attention.softmax_heads = SoftmaxHeads(attention, config)
 
 
 def pass_padding(
@@ -214,15 +206,15 @@ def pass_padding(
     borders = packed_borders(kwargs, batch, seen)
     if borders is not None:
         return (), {**kwargs, **packed_arguments(kwargs, borders, length)}
+    mask = mask["full_attention"] if isinstance(mask, dict) else mask  # sliding layers are not converted
     if mask is None or "mhla_padding" in kwargs:
         return (), kwargs
-    columns = real_columns(mask, batch, length, seen)
-    is_real = None if columns is None else new_columns(columns, length, seen)
-    if is_real is not None and (torch.compiler.is_compiling() or not bool(is_real.all())):
+    compiles = torch.compiler.is_compiling()
+    is_real = new_columns(real_columns(mask, batch, length, seen), length, seen)
+    if compiles or not bool(is_real.all()):
         starts = torch.where(is_real.any(1), is_real.int().argmax(1), length)
         kwargs["mhla_padding"] = (starts, is_real)
-    has_two_axes = isinstance(mask, Tensor) and mask.ndim == 2
-    if has_two_axes and kwargs.get("position_ids") is None and (torch.compiler.is_compiling() or not bool(mask.all())):
+    if mask.ndim == 2 and kwargs.get("position_ids") is None and (compiles or not bool(mask.all())):
         kwargs["position_ids"] = new_columns((mask.long().cumsum(-1) - 1).clamp_min(0), length, seen)
     return (), kwargs
 
@@ -236,11 +228,8 @@ def new_columns(mask: Tensor, length: int, seen: Any) -> Tensor:
     return mask[:, first + torch.arange(length, device=mask.device)]
 
 
-def real_columns(mask: Any, batch: int, length: int, seen: Any) -> Tensor | None:
-    """Return which tokens are not padding, bool [B, S], by a mask [B, S] or [B, 1, T, S], or by a dict of masks."""
-    mask = mask["full_attention"] if isinstance(mask, dict) else mask  # sliding layers are not converted
-    if mask is None:
-        return None
+def real_columns(mask: Tensor, batch: int, length: int, seen: Any) -> Tensor:
+    """Return which tokens are not padding, bool [B, S], by a mask [B, S] or [B, 1, T, S]."""
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] >= length:
         return mask.bool()
     if mask.ndim == 4 and (torch.compiler.is_compiling() or mask.shape[-1] >= seen + length):

@@ -23,8 +23,8 @@ from ...nn.core import MHLA
 from ...nn.settings import MHLASettings
 from ..derived_classes import wrap_forward
 from ..pretrained import MHLAPreTrainedMixin
-from ..transformers_api import find_cache, set_attention_function
-from .cache import mhla_cache_layer
+from ..transformers_api import set_attention_function
+from .cache import take_cache_layer
 from .causal_attention import ATTENTION_NAME, mhla_attention, pass_padding
 from .configuration import MHLAConfig
 
@@ -57,8 +57,7 @@ class MHLALanguageMixer(nn.Module):
         def rotate(x: Tensor, y: Tensor) -> Any:
             return apply_rotary_pos_emb(x, y, *position_embeddings, unsqueeze_dim=2)
 
-        cache_name = find_cache(kwargs)
-        cache = mhla_cache_layer(kwargs.pop(cache_name), self.layer_idx) if cache_name is not None else None
+        cache = take_cache_layer(kwargs, self.layer_idx)
         mhla_arguments = {"mhla_cache": cache, "mhla_hidden_states": hidden_states, "mhla_rotate": rotate}
         output, _ = mhla_attention(self, *heads, **{"attention_mask": None, **kwargs, **mhla_arguments})
         if cache is not None:

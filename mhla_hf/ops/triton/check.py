@@ -4,8 +4,6 @@ An untested GPU, driver, or version of Triton may miscompile it. The call takes 
 cache. `make gpu` compares all kinds of calls.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -17,22 +15,17 @@ from .register import triton_mhla
 from .tuning import CHUNK
 
 MAX_RELATIVE_ERROR = 3e-2  # for inputs in bf16; the interpreter gives at most 7e-3
-KERNEL_FAULTS: dict[tuple[str, torch.device], str | None] = {}
-
-# Returns the output, and perhaps gradients, of a small call of the kernels in bf16 and of PyTorch in fp64. The inputs are
-# always the same, and the global random state is left alone.
-SmallCall = Callable[[torch.device], tuple[list[Tensor], list[Tensor]]]
+KERNEL_FAULTS: dict[torch.device, str | None] = {}
 
 
 @torch.compiler.assume_constant_result
-def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
-    """Return why the kernels of `small_call` cannot be trusted on a device, or None if they can; the answer is cached.
+def kernel_fault(device: torch.device) -> str | None:
+    """Return why the kernels cannot be trusted on a device, or None if they can; the answer is cached.
 
     `torch.OutOfMemoryError` is raised, because it says nothing about the kernels.
     """
-    key = small_call.__name__, device
-    if key in KERNEL_FAULTS:
-        return KERNEL_FAULTS[key]
+    if device in KERNEL_FAULTS:
+        return KERNEL_FAULTS[device]
     if is_capturing(device):
         return "a CUDA graph is being captured, and no call came before it to check the Triton kernels"
     fault = None
@@ -48,12 +41,15 @@ def kernel_fault(small_call: SmallCall, device: torch.device) -> str | None:
         raise
     except Exception as error:
         fault = f"the Triton kernels failed on {device} with {type(error).__name__}: {str(error).strip()[:200]}"
-    KERNEL_FAULTS[key] = fault
+    KERNEL_FAULTS[device] = fault
     return fault
 
 
-def small_dense_call(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Call a causal, normalized `mhla` with grouped heads and long blocks, forward and backward; see `SmallCall`."""
+def small_call(device: torch.device) -> list[list[Tensor]]:
+    """Return the output and gradients of the kernels in bf16, and of PyTorch in fp64, for one small call.
+
+    It is causal and normalized, with grouped heads and long blocks. The global random state is left alone.
+    """
     size = CHUNK + CHUNK // 2
     blocks = Blocks.sequence(3 * size - 5, size)
     generator = torch.Generator().manual_seed(0)
@@ -67,4 +63,4 @@ def small_dense_call(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         q, k, v, mixing = leaves
         o = function(MHLAInputs(q, k, v, mixing, options))
         results.append([o.detach(), *torch.autograd.grad(o, leaves, (do - 0.5).to(device, o.dtype))])
-    return results[0], results[1]
+    return results

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from .common import cast, constexpr, dot
 from .summaries import sum_parts
-from .tuning import block_tiles, dot_kind, mixing_arguments, num_tiles, tl, tuned
-
-ALL_BLOCKS, EARLIER_BLOCKS, LATER_BLOCKS = 0, 1, 2  # values of TRIANGLE
+from .tuning import block_tiles, dot_kind, mixing_arguments, tl, triton, tuned
 
 
 @tuned(block_tiles, "X", "DOT", "TRIANGLE")
@@ -81,12 +79,9 @@ def mix(mixing: Tensor, s: Tensor, num_heads: int, *, causal: bool = False, tran
     width = s[0, 0, 0].numel()
     num_blocks = mixing.shape[-1 if transposed else -2]
     p = torch.empty(batch, num_heads, num_blocks, *s.shape[3:], dtype=s.dtype, device=s.device)
-    triangle = ALL_BLOCKS
-    if causal:
-        triangle = LATER_BLOCKS if transposed else EARLIER_BLOCKS
 
     def grid(sizes: dict[str, int]) -> tuple[int]:
-        return (num_tiles(width, sizes["BX"]) * num_tiles(num_blocks, sizes["BM"]) * num_heads * batch,)
+        return (triton.cdiv(width, sizes["BX"]) * triton.cdiv(num_blocks, sizes["BM"]) * num_heads * batch,)
 
     mix_kernel[grid](
         **mixing_arguments(mixing),
@@ -99,7 +94,7 @@ def mix(mixing: Tensor, s: Tensor, num_heads: int, *, causal: bool = False, tran
         sources_per_head=max(1, num_source_heads // num_heads),
         X=width,
         TRANSPOSED=transposed,
-        TRIANGLE=triangle,
+        TRIANGLE=(2 if transposed else 1) if causal else 0,
         DOT=dot_kind(s),
     )
     return p
@@ -129,11 +124,8 @@ def mix_states(
 def mix_states_grads(p_grad: Tensor, s: Tensor, mixing_dim: int, num_chunks: int | None) -> Tensor:
     """Compute the gradient of the mixing matrix of `mix_states`, which has `mixing_dim` axes: fp32 [Mq, N] or [H, Mq, N]."""
     heads = 0 if mixing_dim == 3 else (0, 1)  # axes of [B, H, ...] to sum over
-    p_blocks, s_blocks = p_grad, s
-    if num_chunks is not None and num_chunks > 1:
-        p_blocks, s_blocks = sum_parts(p_grad, num_chunks), sum_parts(s, num_chunks)
-    # Sums in bf16 would cost the gradient two digits.
-    p_blocks, s_blocks = p_blocks.flatten(3).float(), s_blocks.flatten(3).float()
+    by_block = (x if num_chunks in (None, 1) else sum_parts(x, num_chunks) for x in (p_grad, s))
+    p_blocks, s_blocks = (x.flatten(3).float() for x in by_block)  # sums in bf16 would cost the gradient two digits
     products = p_blocks.unflatten(1, (s.shape[1], -1)) @ s_blocks[:, :, None].mT  # [B, G, heads // G, Mq, N]
     mixing_grad = products.flatten(1, 2).sum(heads)
     if num_chunks is None:

@@ -4,7 +4,6 @@ The backward pass recomputes the mixed summaries: only the inputs, the output, a
 Custom operators are opaque to torch.compile, which then needs only one graph for all lengths.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -27,8 +26,6 @@ from .tuning import (
     contiguous_rows,
     dot_kind,
     mixing_arguments,
-    num_tiles,
-    on_device,
     triton,
     with_strides,
 )
@@ -43,7 +40,10 @@ LANE_TILES = {"o": "BV", "dq": "BK", "dk": "BK", "dv": "BV"}  # tile sizes along
 
 
 class TritonInputs(NamedTuple):
-    """The arguments of the custom operator `forward`, and of `backward` after do, o, and inv; scale is 1 if `normalize`."""
+    """The arguments of the custom operator `forward`; `backward` takes do, o, and the inverse denominator before them.
+
+    The scale is 1 if `normalize`.
+    """
 
     q: Tensor
     k: Tensor
@@ -125,7 +125,7 @@ class KernelCall:
         self.key_blocks = self.query_blocks if same_blocks else kernel_blocks(inputs.key_blocks, self.q.device)
         self.mixing = contiguous_rows(inputs.mixing.float())
         self.has_starts = inputs.starts is not None
-        self.num_chunks = num_tiles(self.key_blocks.span, CHUNK) if inputs.causal else None
+        self.num_chunks = triton.cdiv(self.key_blocks.span, CHUNK) if inputs.causal else None
         # Query heads that share both a KV head and the mixing matrix read the same state.
         num_heads, num_kv_heads = self.q.shape[2], self.k.shape[2]
         self.num_state_heads = num_heads if self.mixing.dim() == 3 else num_kv_heads
@@ -158,8 +158,8 @@ class KernelCall:
         batch, _, num_heads, _ = next(iter(outputs.values())).shape
 
         def grid(sizes: dict[str, int]) -> tuple[int]:
-            lane_tiles = max(num_tiles(x.shape[3], sizes[LANE_TILES[name]]) for name, x in outputs.items())
-            return (lane_tiles * num_tiles(blocks.span, sizes["BT"]) * blocks.num_blocks * num_heads * batch,)
+            lane_tiles = max(triton.cdiv(x.shape[3], sizes[LANE_TILES[name]]) for name, x in outputs.items())
+            return (lane_tiles * triton.cdiv(blocks.span, sizes["BT"]) * blocks.num_blocks * num_heads * batch,)
 
         kernel[grid](
             **{name: with_strides(x) for name, x in outputs.items()},
@@ -180,7 +180,7 @@ def triton_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Implement `TRITON_FORWARD`: o [B, T, H, V] in `dtype`, and the inverse of the denominator, fp32 [B, T, H] or empty."""
     inputs = TritonInputs(*arguments)
     q, v = inputs.q, inputs.v
-    with on_device(q), torch.autocast(q.device.type, enabled=False):
+    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
         call = KernelCall(inputs)
         *_, read = call.read_keys(inputs)
         o = call.allocate(v, *q.shape[:3], v.shape[3], dtype=inputs.dtype)
@@ -194,7 +194,7 @@ def triton_backward(do: Tensor, o: Tensor, inv: Tensor | None, *arguments: Any) 
     inputs = TritonInputs(*arguments)
     causal, normalize, do = inputs.causal, inputs.normalize, contiguous_rows(do)
     inv = inv if normalize else None
-    with on_device(do), torch.autocast(do.device.type, enabled=False):
+    with torch.cuda.device_of(do), torch.autocast(do.device.type, enabled=False):
         call = KernelCall(inputs)
         q, k, v, mixing, num_chunks = call.q, call.k, call.v, call.mixing, call.num_chunks
         s, z, read = call.read_keys(inputs)
@@ -244,25 +244,20 @@ def triton_gradients(ctx: Any, do: Tensor, inv_grad: Tensor) -> tuple[Tensor | N
     return *grads, *[None for _ in TritonInputs._fields[4:]]
 
 
-def register_operator(
-    name: str, schema: str, function: Callable, fake: Callable, gradients: Callable | None = None,
-    setup_context: Callable | None = None,
-) -> Any:  # fmt: skip
-    """Register a custom operator in `TRITON_SPACE`, unless another copy of this file already has."""
+def register_operators() -> tuple[Any, Any]:
+    """Return the custom operators `forward` and `backward`; register them unless another copy of this file already has."""
     space = getattr(torch.ops, TRITON_SPACE)
-    if not hasattr(space, name):
-        operator = torch.library.custom_op(f"{TRITON_SPACE}::{name}", function, mutates_args=(), schema=schema)
-        operator.register_fake(fake)
-        if gradients is not None:
-            operator.register_autograd(gradients, setup_context=setup_context)
-    return getattr(space, name)
+    if not hasattr(space, "forward"):
+        # the fields of `TritonInputs` in torch's notation
+        fields = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(TritonInputs).items())
+        schema = f"({fields}) -> (Tensor, Tensor)"
+        forward = torch.library.custom_op(f"{TRITON_SPACE}::forward", triton_forward, mutates_args=(), schema=schema)
+        forward.register_fake(triton_forward_fake)
+        forward.register_autograd(triton_gradients, setup_context=save_for_triton_backward)
+        schema = f"(Tensor do, Tensor o, Tensor inv, {fields}) -> (Tensor, Tensor, Tensor, Tensor)"
+        backward = torch.library.custom_op(f"{TRITON_SPACE}::backward", triton_backward, mutates_args=(), schema=schema)
+        backward.register_fake(triton_backward_fake)
+    return space.forward, space.backward
 
 
-# The fields of `TritonInputs` in torch's notation.
-TRITON_SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(TritonInputs).items())
-FORWARD_SCHEMA = f"({TRITON_SCHEMA}) -> (Tensor, Tensor)"
-BACKWARD_SCHEMA = f"(Tensor do, Tensor o, Tensor inv, {TRITON_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
-TRITON_BACKWARD = register_operator("backward", BACKWARD_SCHEMA, triton_backward, triton_backward_fake)
-TRITON_FORWARD = register_operator(
-    "forward", FORWARD_SCHEMA, triton_forward, triton_forward_fake, triton_gradients, save_for_triton_backward
-)
+TRITON_FORWARD, TRITON_BACKWARD = register_operators()

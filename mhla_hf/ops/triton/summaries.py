@@ -22,7 +22,7 @@ from .common import (
     program_of,
     tokens_from,
 )
-from .tuning import CHUNK, num_tiles, tl, token_tiles, tuned, with_strides
+from .tuning import CHUNK, tl, token_tiles, triton, tuned, with_strides
 
 MIN_PART_TOKENS = 256
 ENOUGH_PROGRAMS = 384  # about three for each multiprocessor of the largest GPUs
@@ -82,14 +82,14 @@ def summaries(
     value_width = v.shape[3]
     num_sums = blocks.num_blocks * num_heads * batch
     span = CHUNK if causal else part_span(blocks.span, num_sums)
-    num_parts = num_tiles(blocks.span, span)
+    num_parts = triton.cdiv(blocks.span, span)
     shape = batch, num_heads, blocks.num_blocks * num_parts, key_width
     s_dtype = torch.bfloat16 if dot_as == "bf16" else torch.float32
     s = torch.empty(*shape, value_width, dtype=s_dtype, device=k.device)
     z = torch.empty(*shape, dtype=torch.float32, device=k.device) if with_z else None
 
     def grid(sizes: dict[str, int]) -> tuple[int]:
-        lane_tiles = num_tiles(key_width, sizes["BK"]) * num_tiles(value_width, sizes["BV"])
+        lane_tiles = triton.cdiv(key_width, sizes["BK"]) * triton.cdiv(value_width, sizes["BV"])
         return (lane_tiles * num_parts * num_sums,)
 
     summaries_kernel[grid](
@@ -117,8 +117,8 @@ def summaries(
 
 def part_span(span: int, num_sums: int) -> int:
     """Return the tokens per part: as many as `ENOUGH_PROGRAMS` allows, but at least `MIN_PART_TOKENS` or a whole block."""
-    num_parts = max(1, min(span // MIN_PART_TOKENS, num_tiles(ENOUGH_PROGRAMS, num_sums)))
-    return num_tiles(num_tiles(span, num_parts), CHUNK) * CHUNK
+    num_parts = max(1, min(span // MIN_PART_TOKENS, triton.cdiv(ENOUGH_PROGRAMS, num_sums)))
+    return triton.cdiv(triton.cdiv(span, num_parts), CHUNK) * CHUNK
 
 
 def sum_parts(s: Tensor, num_parts: int) -> Tensor:

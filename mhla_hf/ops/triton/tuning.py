@@ -5,7 +5,6 @@ compile-time constants, so a kernel is compiled once for all lengths.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -84,7 +83,7 @@ def token_tiles(constants: dict[str, Any], max_lanes: int = 128) -> list[dict[st
     By the rule, a tile is as wide as a head, but at most `max_lanes` lanes (32 if products are not bf16), to stay in
     registers. Wider keys and values are divided into the same number of parts.
     """
-    K, V = next_lanes(constants["K"]), next_lanes(constants["V"])
+    K, V = (max(16, triton.next_power_of_2(constants[name])) for name in "KV")
     is_bf16 = constants["DOT"] == "bf16"
     num_parts = max(1, max(K, V) // (max_lanes if is_bf16 else 32))
     BK, BV = max(16, K // num_parts), max(16, V // num_parts)
@@ -126,11 +125,6 @@ def dot_kind(*tensors: Tensor) -> str:
     return "tf32" if dtypes == {torch.float16} else "tf32x3"
 
 
-def on_device(x: Tensor) -> AbstractContextManager:
-    """Return a context manager in which kernels are launched on the device of `x`."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
 def with_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
     """Return a tensor [B, T, H, W] as kernels take it, with its strides of row, token, and head."""
     return x, x.stride(0), x.stride(1), x.stride(2)
@@ -145,12 +139,3 @@ def mixing_arguments(mixing: Tensor) -> dict[str, Any]:
 def contiguous_rows(x: Tensor) -> Tensor:
     """Return x if its last axis is contiguous, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def next_lanes(width: int) -> int:
-    """Return the smallest power of two that is at least `width` and 16."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
-def num_tiles(count: int, tile: int) -> int:
-    return (count + tile - 1) // tile

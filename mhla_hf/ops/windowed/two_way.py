@@ -29,7 +29,7 @@ class FarPart(NamedTuple):
     q: Tensor  # [B, T, H, F], features of the queries
     k: Tensor  # [B, T, G, F], features of the keys
     log_decay: Tensor  # [G], log of the factor per block of distance, at most 0
-    balance: Tensor  # [H], the log of the multiplier of far weights beside e^score
+    balance: Tensor  # [H], log of the factor on the far weights (e^balance in the formula above)
 
 
 def distance_mixing(log_decay: Tensor, num_blocks: int, window: int = 1) -> Tensor:
@@ -136,7 +136,7 @@ def far_factor(far: Tensor, balance: Tensor, total: Tensor) -> Tensor:
 
 
 def far_denominator(far: Tensor) -> Tensor:
-    """Return the denominator of the far part, [..., N], with 0 for numbers whose inverse overflows."""
+    """Return the denominator of the far part, [..., N], with 0 for what is below the smallest normal number."""
     return far[..., -1].masked_fill(far[..., -1] < torch.finfo(far.dtype).tiny, 0)
 
 

@@ -45,7 +45,7 @@ class Task(abc.ABC, Generic[StageT]):
         self.teacher = teacher
         self.preprocessor = preprocessor  # a tokenizer or image processor that is saved with the model
         self.has_weights = True  # with FSDP, False in all but the main process
-        self.earlier_record: dict[str, Any] | None = None  # of the first of two `parts`, in the second
+        self.earlier_record: dict[str, Any] | None = None  # in the second of two `parts`, that of the first
 
     def parts(self) -> "tuple[Task, ...]":
         """Return the tasks to run in turn: two for a pipeline with two transformers."""

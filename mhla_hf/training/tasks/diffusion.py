@@ -1,7 +1,7 @@
 """The task of diffusion transformers, alone or in a pipeline.
 
-The data are latents, for families with `Family.conditions`, or arguments for which the teacher samples trajectories:
-prompts, random classes, or any others of its pipeline. Two transformers of a pipeline are trained in two runs.
+The data are latents, for families with `conditions`, or arguments for which the teacher samples trajectories: prompts,
+random classes, or any others of its pipeline. Two transformers of a pipeline are trained in two runs.
 """
 
 import contextlib
@@ -266,7 +266,8 @@ class DiffusionTask(Task[DiffusionStage]):
             raise ValueError("data: got prompts with a model of classes, expected latents or None.")
         data_losses = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]
         if latents is None and data_losses:
-            raise ValueError(f"data: got no latents, expected some for the loss on data in stage {data_losses[0]!r}.")
+            reason = f'stage {data_losses[0]!r} has loss "denoising" or a data_weight'
+            raise ValueError(f"data: got no latents, expected some, because {reason}.")
         encodes = "prompt_embeds" not in columns or any(stage.drop_condition for stage in stages)
         if arguments is not None:
             encodes = "prompt" in arguments.rows[0]

@@ -126,7 +126,7 @@ BAD = {
     "no text encoder": ({"student": silent_wan, "teacher": silent_wan}, "got a pipeline without text encoder"),
     "no prompts": ({"data": None}, "data: got None with a model that reads texts, expected latents or"),
     "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "with the columns pixels, expected 'latents'"),
-    "weight on data": (stage(data_weight=0.5), "data: got no latents, expected some for the loss on data in stage 'v'"),
+    "weight on data": (stage(data_weight=0.5), "data: got no latents, expected some, because stage 'v' has"),
     "no pipeline": ({"student": lambda: converted("wan").transformer, "teacher": lambda: tiny_transformer("wan")},
         "teacher: got no pipeline, nor as student, expected one"),
     "another family": ({"teacher": PIPELINES["sana"]},
