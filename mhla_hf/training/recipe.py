@@ -225,8 +225,7 @@ class Recipe:
         base: Folder or Hub id of the softmax model that is converted.
         tokenizer: Folder or Hub id of the tokenizer; None means that of `base`.
         data: Training data: a path or a Hub id that `distill` accepts.
-        settings: Arguments of `convert`; or, to train from scratch, `preset`, the name of a preset of the model's
-            configuration, and what it changes.
+        settings: Arguments of `convert`; or, to train from scratch, the model's `preset` and settings that differ from it.
         processes: Number of processes that the recipe is meant for; a run may have any.
         run: Fields of `Options`.
     """
