@@ -99,7 +99,7 @@ class FactRows:
         return ids, labels, weights
 
     def insert_facts(self, tokens: list[int], rng: random.Random) -> tuple[list[int], list[int]]:
-        """Return as many tokens, with evenly spaced facts and, at the end, questions, and the positions of the answers."""
+        """Replace tokens by evenly spaced facts, the last ones by questions; return also the positions of the answers."""
         num_facts = min(len(tokens) // TOKENS_PER_FACT, len(self.words) // 2)
         words, facts = rng.sample(self.words, 2 * num_facts), []
         for name, value in zip(words[:num_facts], words[num_facts:], strict=True):

@@ -62,7 +62,7 @@ def make_source(entry: str) -> tuple[str, str]:
 
 
 def check_bundle(text: str) -> dict[str, str]:
-    """Return a bundle's header: "format", "entry", "version", and "sha256", the 12 digits of its `NAMESPACE`.
+    """Return a bundle's header: "format", "entry", "version", and "sha256", 12 digits, also its `NAMESPACE`.
 
     Raise ValueError if there is no header, the format is newer than this package supports, or the text was changed.
     """

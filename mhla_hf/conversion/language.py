@@ -165,7 +165,7 @@ def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, 
 
 
 def read_twice(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return rows that repeat the start of each row, as long as positions allow: recall predicts the second copy."""
+    """Return the start of each row twice, cut so that both copies fit the positions; recall is that of the second."""
     max_tokens = getattr(model.config, "max_position_embeddings", 2 * ids.shape[1]) // 2
     return torch.cat(2 * [ids[:, :max_tokens]], 1)
 

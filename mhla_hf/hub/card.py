@@ -101,7 +101,7 @@ def compare_card(path: Path, text: str) -> None:
 
 
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
-    """Render all cards in a folder of cards again or, with `check`, compare them with their files; return their paths."""
+    """Render all cards of a folder anew and return their paths; with `check`, only raise ValueError if one would change."""
     names = {path.stem for pattern in ("*.yaml", "*.md", f"{RESULTS}/*.json") for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
     for path in paths:

@@ -15,7 +15,7 @@ from .saving import SOURCE_FILE, check_loaded_weights, check_whole_files, write_
 class MHLAPreTrainedMixin:
     """Initializes, saves, loads and checks MHLA weights; must come before `PreTrainedModel` in the bases of a class."""
 
-    source_entry = ""  # the module, or "module:function", whose bundle goes into the checkpoint
+    source_entry = ""  # the module, or "module:function", whose code `checkpoints/bundle.py` saves with the checkpoint
     saved_classes: tuple[str, ...] = ()  # the model classes in that source, for Auto classes to load
     _keep_in_fp32_modules_strict = ["mixing"]
     _can_compile_fullgraph = False  # as with a mixing matrix: a decode step reads the length of the cache on the host

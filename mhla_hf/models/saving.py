@@ -21,7 +21,7 @@ _SOURCE_MAKER: list[Callable[[str], tuple[str, str]]] = []
 
 
 def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
-    """Set the function from an entry, "module" or "module:function" of mhla_hf, to the name and text of its source file."""
+    """Set the function that makes the name and text of a source file from an entry, "module" or "module:function"."""
     _SOURCE_MAKER[:] = [functools.cache(maker)]
 
 

@@ -36,7 +36,7 @@ class OutputNorm(nn.RMSNorm):
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: Tensor) -> Tensor:
-        """Normalize o [..., V]; if o and the weight differ in dtype, in fp32, or in fp64 if either is."""
+        """Normalize o [..., V]. If o and the weight differ in dtype, compute and return fp32, or fp64 if one of them is."""
         weight: Tensor = self.weight
         if o.dtype != weight.dtype:
             dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)

@@ -55,9 +55,9 @@ def softmax_beside_key(
 
     The last channel of q [B, T, H, K + 1] is z' * sqrt(K); the mask is [B, 1, 1, at most S]. With weights
     e^z / (sum e^z + e^z'), returns the sum of weight * value over S keys [B, T, H, V], the sum of their weights, and the
-    weight of the additional key, both [B, T, H, 1]. With the latter, a caller can merge other weights as with a logsumexp;
-    unlike that, it has a gradient, because both are computed as further columns of v. If z' is the log of the sum of the
-    other weights, only negligible terms are lost, also in fp16.
+    weight of the additional key, both [B, T, H, 1]. To merge other values, whose weights have the sum e^z', a caller adds
+    their mean times the weight of the additional key. A logsumexp would do, too, but that of fused kernels has no gradient;
+    these weights have one, as further columns of v. What underflows, also in fp16, is negligible beside the rest.
     """
     num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
     width = -(-max(key_width + 1, value_width + 2) // WIDTH_STEP) * WIDTH_STEP

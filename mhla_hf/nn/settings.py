@@ -188,7 +188,8 @@ class MHLASettings:
         if self.rope == "near" and is_sequence:
             raise ValueError('rope: got "near" for a sequence, expected "before" or "after".')
         if self.softmax_heads and not (self.windowed and is_sequence):
-            raise ValueError("softmax_heads: got some without windowed=True in a sequence, expected none.")
+            got = f"{self.softmax_heads} with windowed={self.windowed} and layout={self.layout}"
+            raise ValueError(f"softmax_heads: got {got}, expected None, or windowed=True and layout=None.")
         if not self.windowed:
             return
         if not self.normalize:

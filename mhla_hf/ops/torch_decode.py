@@ -51,7 +51,7 @@ def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
         if num_tokens > 1:
             visible = torch.ones(num_tokens, old + num_tokens, dtype=torch.bool, device=device).tril(old)
         diagonal = mixing[..., longest // size, longest // size].to(sum_dtype).reshape(1, -1, 1, 1, 1)
-    else:  # they are copies of that half of the window which holds the open block
+    else:  # open tokens are copies of the half of the window that holds each row's open block
         slots = torch.arange(size) + (block % 2 * size)[:, None]  # [B, C]
         place_in_block = torch.arange(num_tokens) + offset[:, None]  # [B, T]
         visible = (torch.arange(size) <= place_in_block[:, :, None]).to(device)[:, None, None]

@@ -34,7 +34,7 @@ class OutputHead(NamedTuple):
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     """Return a model's output head, or the reason why it cannot run apart from the other layers.
 
-    A forward pass of some `ids` [B, L] shows what the model makes of known logits.
+    For some `ids` [B, L], the output of its head is replaced by known logits, to see what the model makes of them.
     """
     name, layer = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:

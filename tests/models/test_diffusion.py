@@ -252,7 +252,7 @@ RUNNING = {
         "hidden_states: got latents [1, 48, 3, 8, 10]"),
     "not square": (lambda: converted("dit")(**inputs("dit", (8, 32))), "hidden_states: got a grid of (4, 16), expected a s"),
     "a block alone": (lambda: converted().blocks[1].attn1(torch.zeros(1, 60, 24), None, None, None),
-        "grid: got none, expected a call of the whole transformer"),
+        "grid: got a call outside of the transformer's forward"),
     "cross-attention": (lambda: converted().blocks[1].attn1(torch.zeros(1, 60, 24), torch.zeros(1, 5, 24), None, None),
         "encoder_hidden_states: got a tensor, expected None"),
     "tokens without a grid": (lambda: converted("ltx")(**{**inputs("ltx"), "num_frames": None, "video_coords": COORDS}),

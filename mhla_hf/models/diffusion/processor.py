@@ -40,8 +40,8 @@ class GridState(threading.local):
 
     def current_grid(self) -> tuple[Any, ...]:
         if self.grid is None:
-            expected = "a call of the whole transformer; to run blocks again, use its enable_gradient_checkpointing"
-            raise ValueError(f"grid: got none, expected {expected}.")
+            expected = "one inside it (to recompute blocks in the backward pass: enable_gradient_checkpointing())"
+            raise ValueError(f"grid: got a call outside of the transformer's forward, expected {expected}.")
         return self.grid
 
     def run(self, grid: tuple[Any, ...] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ class TextGridAttnProcessor(GridAttnProcessor):
     def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Compute `softmax_attention` by diffusers' attention backend, unless it rounds what `softmax_beside_key` adds."""
+        """Compute `softmax_attention` by diffusers' backend, or by PyTorch if that would round q's added score to 8 bits."""
         backend = self._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
         if backend in EIGHT_BIT_BACKENDS:
             if not torch.compiler.is_compiling():
@@ -178,7 +178,7 @@ class TextGridAttnProcessor(GridAttnProcessor):
         grid = self.state.current_grid()
         num_text = num_tokens - sum(map(math.prod, split_grids(grid)))
         if num_text < 0:
-            raise ValueError(f"grid: got {grid} for {num_tokens} tokens, expected at most as many.")
+            raise ValueError(f"grid: got {grid} in {num_tokens} tokens of text and grid, expected a smaller grid.")
         return num_text
 
     def attend(

@@ -1,1 +1,3 @@
-"""Windowed attention: softmax over a window and salient tokens (causal), or over a window with MHLA beyond (both ways)."""
+"""Windowed attention: softmax over a window, sinks, and the past tokens that got most attention (causal, `salient.py`), or
+softmax over a window with MHLA beyond it (both ways, `two_way.py`).
+"""

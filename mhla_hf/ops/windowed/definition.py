@@ -1,4 +1,4 @@
-"""Windowed attention by definition, against which every other form is tested: a T x T matrix of weights."""
+"""Windowed attention by its definition, a T x T matrix of weights; every other implementation is tested against it."""
 
 import torch
 from torch import Tensor

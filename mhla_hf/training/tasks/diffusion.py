@@ -1,7 +1,7 @@
 """The task of diffusion transformers, alone or in a pipeline.
 
-The data are latents, for families with `conditions`, or arguments for which the teacher samples trajectories: prompts,
-random classes, or any others of its pipeline. Two transformers of a pipeline are trained in two runs.
+The data are stored latents, for families with `DiffusionFamily.conditions`; arguments of the teacher's pipeline, such as
+prompts, for which it samples trajectories; or None, for random classes. Two transformers are trained one after the other.
 """
 
 import contextlib
