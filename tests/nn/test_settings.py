@@ -19,7 +19,7 @@ SETTINGS = [
     ({"layers": [1, 1]}, "layers"),
     ({"salient": -1}, "salient: got -1"),
     ({"rope": "near"}, 'rope: got "near" for a sequence'),
-    ({"softmax_heads": {1: [0]}}, "softmax_heads: got {1: [0]} with windowed=False and layout=None"),
+    ({"softmax_heads": {1: [0]}}, "softmax_heads: got {'1': [0]} with windowed=False and layout=None"),
     ({"windowed": True, "layout": [2], "softmax_heads": {1: [0]}}, "windowed=True and layout=[2], expected"),
     ({"windowed": True, "feature_map": "identity"}, 'feature_map: got "identity" with windowed=True'),
     ({"windowed": True, "block_size": 2}, "sinks"),
