@@ -53,7 +53,7 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
         cache.mamba_ssm_cache_dtype = "float32"  # of other models; vLLM would set it with a warning
         if not cache.user_specified_block_size:
             # vLLM rounds the page of a state up to a multiple of this. Without it, vLLM takes 128, and takes it again in the
-            # process of the engine, after the scheduler has been told the larger size: answers would be wrong.
+            # process of the engine, after it has rounded: states would be stored at other lengths than looked up.
             cache.block_size, cache.user_specified_block_size = CPU_BLOCK_SIZE, True
         if size > 1:
             cache.kv_cache_layout = "LBHNC"  # a process without softmax heads would choose another than the others

@@ -116,7 +116,7 @@ def test_the_same_prompts_twice(by_heads, caches_prefixes, monkeypatch):
     # Only the process of an engine reads the configuration anew.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     folder, model = by_heads
-    with engine(folder, max_num_batched_tokens=256, enable_prefix_caching=caches_prefixes) as llm:
+    with engine(folder, max_num_batched_tokens=1024, enable_prefix_caching=caches_prefixes) as llm:
         for _ in range(2):
             outputs = answer(llm, make_prompts([700, 900, 1100]), 8, with_prompt=False)
             assert largest_error(model, outputs) < 1e-4
