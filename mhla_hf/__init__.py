@@ -2,7 +2,7 @@
 
 Importing the package registers the most common model types with transformers' Auto classes, which imports torch and
 transformers. The public names below are imported when they are first used. The console script `mhla-hf` (`mhla_hf_command`)
-leaves the registration to the command that runs, so `mhla-hf --help` imports neither.
+leaves the registration to the command that runs, so that `mhla-hf --help` imports neither library.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> object:
                     name, "diffusers", "diffusers"
                 ):
                     importlib.import_module("diffusers")
-            with contextlib.suppress(AttributeError):  # this family does not have this head
+            with contextlib.suppress(AttributeError):  # the family has no model with this head
                 return getattr(importlib.import_module(f".{family.kind.entry}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -63,5 +63,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if "mhla_hf_command" not in sys.modules:  # in the console script, the command that runs registers
+if "mhla_hf_command" not in sys.modules:  # the console script leaves this to its command
     importlib.import_module("._register", __name__).register()

@@ -17,8 +17,8 @@ COMMON = ("llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "smollm3")
 def register() -> None:
     """Register MHLA's own model types, and the types converted from the most common base models, with the Auto classes.
 
-    Other types are registered when a model of theirs is converted or loaded: importing all base models takes seconds. The
-    maker of a checkpoint's source file is set here because `models` may not import from `checkpoints`.
+    Other types are registered when a model of theirs is converted or loaded: importing all base models takes seconds.
+    `make_source`, by which `models` saves source files, is set here because `models` may not import `checkpoints`.
     """
     set_source_maker(make_source)
     register_classes(MHLAConfig, (MHLAModel, MHLAForCausalLM))

@@ -43,7 +43,7 @@ class Reader(abc.ABC):
         """Read the next batch of `count` samples, and return this process's `rows` of it."""
 
     def shuffled(self, number: int, count: int) -> int:
-        """Return the index of the sample to read after `number` others; every epoch has a new order of all `count`."""
+        """Return the index of the sample to read after `number` samples; every epoch has a new order of all `count`."""
         epoch, position = divmod(number, count)
         return int(_permutation((*self.key, epoch), count)[position])
 
@@ -187,7 +187,7 @@ class TokenStream:
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
             if len(ids) != len(labels):
                 got = f"{self.name!r} with {len(ids)} input_ids and {len(labels)} labels"
-                raise ValueError(f"data: got {got}, expected as many of both.")
+                raise ValueError(f"data: got {got}, expected one label per token.")
         else:
             texts = [row.get(self.text_field) for row in rows]
             if not all(isinstance(text, str) for text in texts):
@@ -243,7 +243,7 @@ class _StreamReader(Reader):
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return a file alone; of a folder, the text files below it, sorted, or, if there are none, tables of one format."""
+    """Return [path] of a file; of a folder, all text files below it or, if there are none, tables of one format, sorted."""
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -274,7 +274,7 @@ def read_text_file(file: Path, argument: str = "data") -> str:
 
 
 def load_split(name: str, *builder: Any, split: str = "train", **options: Any) -> Any:
-    """Load a split of the Hub dataset `name`, "id" or "id:configuration", or of `load_dataset(*builder)`, if given."""
+    """Load a split of `load_dataset(*builder)` or, without `builder`, of the Hub dataset `name` ("id[:configuration]")."""
     repository, _, configuration = name.partition(":")
     looks_local = name.startswith((".", "/", "~")) or Path(name).suffix.lower() in (*TEXT_ENDINGS, *TABLE_ENDINGS)
     if not builder and (looks_local or repository.count("/") > 1):

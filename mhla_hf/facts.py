@@ -1,4 +1,4 @@
-"""Facts, one a line, that a model must look up in its context: of evaluation, and in rows of training text.
+"""Facts, one per line, that a model must look up in its context: for evaluation, and inserted into training text.
 
 Training and evaluation have different words and sentences.
 """
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 LINES = {  # kind of fact -> beginning and end of its line, around the answer and the space before it
-    "codes": ("The code of the {} is", ".\n"),  # of evaluation, as the next one
+    "codes": ("The code of the {} is", ".\n"),  # for evaluation, like "lookups"
     "lookups": ("- {}", "\n"),
-    "numbers": ("\nThe number of the {} is", ".\n"),  # of training, as the next one
+    "numbers": ("\nThe number of the {} is", ".\n"),  # for training, like "pairs"
     "pairs": ("\n* {}:", "\n"),
 }
 OBJECTS = tuple(
@@ -24,9 +24,9 @@ OBJECTS = tuple(
 )
 # Lookups take the last NUM_WORDS of the first NUM_FREQUENT_WORDS words of a vocabulary: familiar, yet rare in the text.
 NUM_FREQUENT_WORDS, NUM_WORDS = 400, 120
-NUM_FACT_WORDS, MIN_FACT_WORDS = 2000, 100  # of training, taken from the following words
+NUM_FACT_WORDS, MIN_FACT_WORDS = 2000, 100  # most and fewest for training, after the frequent words
 TOKENS_PER_FACT = 100  # a row of 1,000 tokens has ten facts; about one in three is a number
-FACTLESS = 8  # an eighth of a row, before the questions, has no facts, so that all have left the window by then
+FACTLESS = 8  # an eighth of a row, before the questions, has no facts, so that the attention window has passed all
 ANSWER_WEIGHT = 10.0  # of an answer's tokens in the loss; all other tokens weigh 1
 
 
@@ -55,7 +55,7 @@ def make_fact(kind: str, name: str, answer: object) -> Fact:
 
 
 def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Choose names and a third as many values of lookups: lowercase words that are one token with the space before."""
+    """Choose names and values of lookups, three names per value: lowercase words of one token with the space before."""
     words = list_words(tokenizer)[:NUM_FREQUENT_WORDS][-NUM_WORDS:]
     random.Random("words").shuffle(words)
     return words[len(words) // 4 :], words[: len(words) // 4]
@@ -75,7 +75,7 @@ def draw_facts(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -> list
 
 
 class FactRows:
-    """Inserts facts and questions into a fraction of rows; which ones, and which facts, depends on a row's tokens alone."""
+    """Inserts facts and questions into a fraction of rows. A row's tokens alone determine whether, and which facts."""
 
     def __init__(self, tokenizer: Any, fraction: float) -> None:
         self.tokenizer, self.fraction = tokenizer, fraction
@@ -99,7 +99,7 @@ class FactRows:
         return ids, labels, weights
 
     def insert_facts(self, tokens: list[int], rng: random.Random) -> tuple[list[int], list[int]]:
-        """Replace tokens by evenly spaced facts, the last ones by questions; return also the positions of the answers."""
+        """Insert evenly spaced facts, and questions at the end, in place of the last tokens; return also answer places."""
         num_facts = min(len(tokens) // TOKENS_PER_FACT, len(self.words) // 2)
         words, facts = rng.sample(self.words, 2 * num_facts), []
         for name, value in zip(words[:num_facts], words[num_facts:], strict=True):

@@ -32,7 +32,7 @@ from .training.run_folder import RECORD
 MIB = 2**20
 KEEP = 1 / 6  # share of KV heads that keep softmax in the conversion that is described
 MAX_SCORES = 5  # number of scores that are printed
-# Kinds of model that mhla-hf evaluate supports -> the recipe to suggest.
+# Kind of model that `mhla-hf evaluate` supports -> recipe that `mhla-hf info` suggests.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
 SHOWN_SETTINGS = (
     "mixing_form", "windowed", "window", "salient", "block_size", "num_blocks", "layout", "feature_map", "normalize",
@@ -132,7 +132,7 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those `SHOWN_SETTINGS` that apply to the model."""
     unused = ["block_size", "num_blocks"] if settings.get("layout") else []
-    if settings["windowed"]:  # a sequence has no matrix then, and a language model no features
+    if settings["windowed"]:  # sequences have no mixing matrix then, and with `salient` no feature map
         unused += ["num_blocks"] + (["mixing_form"] if not settings.get("layout") else [])
         unused += ["feature_map", "normalize"] if settings.get("salient") else []
     else:
@@ -142,7 +142,7 @@ def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_weights(folder: Path) -> tuple[int, int]:
-    """Return the number of parameters in all safetensors files below a folder, and their size in bytes."""
+    """Return the number of parameters in all safetensors files below a folder, and the bytes of the files."""
     parameters = size = 0
     for file in sorted(folder.rglob("*.safetensors")):
         size += file.stat().st_size

@@ -31,9 +31,9 @@ STYLE: dict[str, Any] = {
 
 
 def draw_heads(measured: Mapping[str, Any]) -> str:
-    """Map the KV heads of a conversion, one line per head and one column per layer: "#" keeps softmax, "." is MHLA.
+    """Return a map of a conversion's KV heads, a line per head and a column per layer: "#" keeps softmax, "." is MHLA.
 
-    `measured` is its `config.mhla_measured`. A head that a layer lacks is a space.
+    `measured` is the model's `config.mhla_measured`. A head that a layer lacks is a space.
     """
     scores = measured["head_scores"]
     softmax_heads = measured["softmax_heads"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from .conversion.model_family import transformers_of
 
-# Methods by which a pipeline tells its scheduler the timesteps, the first of them that it runs, and a step's prediction.
+# Methods by which a pipeline gives its scheduler the timesteps, the index of the first one to run, and a prediction.
 COUNTED_METHODS = ("set_timesteps", "set_begin_index", "step")
 
 
@@ -22,11 +22,11 @@ class StepSwitch:
         self.index = 0  # of the step that runs next
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepSwitch":
-        """Copy without the transformers, which a copied scheduler (as that of LTX-2 for audio) must not switch."""
+        """Copy without transformers: a copied scheduler, such as LTX-2's for audio, must not switch them."""
         return StepSwitch(copy.deepcopy(self.scheduler, memo), [], self.steps.start, self.steps.stop)
 
     def run(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of `method`, the scheduler's own method `name`, and choose the attention of the next step."""
+        """Call `method`, the scheduler's own method `name`, choose the next step's attention, and return the result."""
         result = method(*args, **kwargs)
         self.index = self.index + 1 if name == "step" else getattr(self.scheduler, "begin_index", None) or 0
         steps = range(len(self.scheduler.timesteps))

@@ -23,7 +23,7 @@ from ..models.transformers_api import TESTED_TRANSFORMERS
 FILE_NAME = "modeling_mhla.py"
 FORMAT = 1
 PLACEHOLDER = "package"
-# Entry to bundle, a module or "module:function" -> the library that loads the bundle
+# Entry (what to bundle: a module, or "module:function") -> the library that loads the bundle
 ENTRIES = {
     **dict.fromkeys(("models.language.language_model", "models.vision.vision_model"), "transformers"),
     **dict.fromkeys((entry for kind in (CAUSAL, ENCODER, TOWER) for entry in kind.sources.values()), "transformers"),
@@ -45,7 +45,7 @@ _HEADER = re.compile(r"^format: (\d+)\nentry: (\S+)\nmade by mhla_hf: (\S+)\nsha
 
 @functools.cache
 def build_bundle(entry: str) -> str:
-    """Return the source text of the bundle for one of `ENTRIES`; an entry's function becomes the bundle's `__getattr__`."""
+    """Return the source text of the bundle for one of `ENTRIES`; raise ValueError for any other entry."""
     if entry not in ENTRIES:
         raise ValueError(f"entry: got {entry!r}, expected one of {list(ENTRIES)}.")
     return fold(_PACKAGE, entry, ENTRIES[entry])
@@ -62,7 +62,7 @@ def make_source(entry: str) -> tuple[str, str]:
 
 
 def check_bundle(text: str) -> dict[str, str]:
-    """Return a bundle's header: "format", "entry", "version", and "sha256", 12 digits, also its `NAMESPACE`.
+    """Return a bundle's header: "format", "entry", "version", and "sha256" (12 hex digits, also in its `NAMESPACE`).
 
     Raise ValueError if there is no header, the format is newer than this package supports, or the text was changed.
     """
@@ -125,7 +125,7 @@ class _Statement:
     text: str
     binds: set[str]
     uses: set[str]
-    droppable: bool  # if nothing uses its names: a definition, an assignment to names, or a `try` around an import
+    droppable: bool  # whether it is left out if nothing uses its names: definitions, assignments to names, and `try`
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _collect_modules(package: Path, name: str, modules: dict[str, _Module]) -> N
 
 
 def _read_module(package: Path, name: str) -> _Module:
-    """Parse a module of a package into statements; of "module:function", keep only what the function uses."""
+    """Parse a module into statements. For "module:function", keep only what the function uses; alias it `__getattr__`."""
     name, _, function = name.partition(":")
     path = package.joinpath(*name.split(".")).with_suffix(".py")
     text = path.read_text(encoding="utf-8")

@@ -51,7 +51,7 @@ def renamed_errors(argument: str, name: str) -> Iterator[None]:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the first line of an error's message, with the lines that continue it; without a message, its class name."""
+    """Return the first line of an error's message with its continuation lines, or its class name; explain a full disk."""
     if TORCH_SAVE_ERROR.search(str(error)):
         return "the disk is full, or a file exceeds its limit"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -122,7 +122,7 @@ def temporary_folder(parent: PathLike, prefix: str) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: PathLike, prefix: str) -> None:
-    """Remove the folders with an unlocked `LOCK_FILE` that `temporary_folder` left in `parent` under this prefix."""
+    """Remove temporary folders of this prefix that killed processes left in `parent`: their `LOCK_FILE` is not locked."""
     for lock_file in Path(parent).glob(f"{glob.escape(prefix)}*/{LOCK_FILE}"):
         if not lock_file.parent.is_symlink():
             with contextlib.suppress(OSError):  # includes filelock.Timeout
@@ -136,7 +136,7 @@ def _remove_temporary(folder: Path) -> None:
     target = folder.parent / folder.name.rpartition(".tmp-")[0]
     if (folder / REPLACED).exists() and not target.exists():
         os.replace(folder / REPLACED, target)
-    for entry in folder.glob("*"):  # all but `LOCK_FILE`, by which `remove_abandoned` finds what a killed process left
+    for entry in folder.glob("*"):  # folders first: if this is killed, `remove_abandoned` finds the rest by `LOCK_FILE`
         shutil.rmtree(entry, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -171,7 +171,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("+-01234
 
 
 def find_yaml(name: PathLike, folder: PathLike, argument: str) -> Path:
-    """Return the path of the YAML file called `name` in `folder`, or else the file `name`."""
+    """Return the path `folder`/`name`.yaml if it exists, else `name` as a path. Raise ValueError if that is no file."""
     names = sorted(path.stem for path in Path(folder).glob("*.yaml"))
     path = Path(folder, f"{name}.yaml") if str(name) in names else Path(name)
     if not path.is_file():
@@ -204,12 +204,12 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return whether `folder` holds the JSON file `record` with this `identity`. Raise ValueError for any other content."""
+    """Return True if `folder` has a JSON file `record` of this `identity`, False if new or empty; else raise ValueError."""
     folder, start = Path(folder), f"{argument}: got {str(folder)!r}"
     present = json.loads(json.dumps(identity))
     if (stored := read_json(folder / record)) is not None:
         if changed := [key for key in sorted({*stored, *present}) if stored.get(key) != present.get(key)]:
-            expected = "another folder, or delete this one"
+            expected = "the same; choose another folder, or delete this one"
             raise ValueError(f"{start}, which was started with another {changed[0]}, expected {expected}.")
         return True
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

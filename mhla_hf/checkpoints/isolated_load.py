@@ -22,10 +22,10 @@ ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 def load_isolated(
     folder: PathLike, kind: str, *, inputs: PathLike | None = None, dtype: str = "auto"
 ) -> dict[str, Any]:
-    """Load a saved model in a process without mhla_hf, and report its "class", its "missing" and "unexpected" weights.
+    """Load a saved model without mhla_hf, and report "class", weights ("missing", "unexpected"), and "imported" modules.
 
-    `kind` is one of `hub.facts.KINDS`. A language model also runs, and the report says whether its logits are
-    "finite" and equal ("logits_equal") to those in `inputs`, a safetensors file with `ids` [B, T] and `logits`.
+    `kind` is one of `hub.facts.KINDS`. A language model also runs; the report says whether its logits are "finite", and
+    equal ("logits_equal") to `logits` in `inputs`, a safetensors file with `ids` [B, T]. Raise ValueError if loading fails.
     """
     source = Path(__file__).with_name("isolated_script.py").read_text(encoding="utf-8")
     class_names = (read_json(Path(folder, "config.json")) or {}).get("architectures") or [""]
@@ -63,7 +63,7 @@ def check_isolated_load(folder: PathLike, kind: str, dtype: str = "auto") -> str
     if report["missing"]:
         raise ValueError(f"{start} lacks the weight {report['missing'][0]!r}, expected all weights.")
     if report["unexpected"]:
-        raise ValueError(f"{start} has no place for the weight {report['unexpected'][0]!r}, expected no other weights.")
+        raise ValueError(f"{start} does not load the weight {report['unexpected'][0]!r}, expected it to load all.")
     if report["imported"]:
         raise ValueError(f"{start} imports {report['imported'][0]}, expected only what its library requires.")
     if not report["class"].startswith(("transformers_modules.", "diffusers_modules.")):

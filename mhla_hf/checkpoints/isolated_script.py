@@ -20,7 +20,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 @torch.no_grad()
 def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a model and report its weights; of a causal language model, also load the tokenizer and check the logits."""
+    """Load a model and report its weights. For a language model, also load its tokenizer, if any, and check its logits."""
     auto_class = getattr(transformers, request["auto_class"])
     options = {"trust_remote_code": True, "output_loading_info": True, "dtype": request["dtype"]}
     model, loading_info = auto_class.from_pretrained(folder, **options)
@@ -37,7 +37,7 @@ def load_transformers_model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 
 def load_diffusers_model(folder: str) -> tuple[Any, dict[str, Any]]:
-    """Load a diffusers model or pipeline; return its last MHLA model, and a report of the weights of all of them."""
+    """Load a diffusers model or pipeline; return its last MHLA model, and a report on the weights of all its MHLA models."""
     import diffusers
 
     is_model = request["kind"] == "model"

@@ -44,7 +44,7 @@ Loaded = tuple[Any, Any]  # model in eval mode, tokenizer or image processor
 
 
 def register_classes(config: Any, classes: Sequence[type]) -> None:
-    """Register a new model type with transformers' Auto classes, each of which gets the first class that belongs to it."""
+    """Register a configuration class, if its model type is new, and for each Auto class the first of `classes` that fits."""
     if config_class_of(config.model_type) is None:
         AutoConfig.register(config.model_type, config)
         for cls in reversed(classes):
@@ -52,7 +52,7 @@ def register_classes(config: Any, classes: Sequence[type]) -> None:
 
 
 def register_family(family: Family) -> None:
-    """Register all MHLA classes of a transformers family, and if PEFT is imported, the base's default LoRA targets."""
+    """Register all MHLA classes of a transformers family; if PEFT is imported, they get the base's default LoRA targets."""
     module = importlib.import_module(f"..{family.kind.entry}", __package__)
     classes = [getattr(module, f"MHLA{name}") for name in base_classes(family)]
     register_classes(classes[0].config_class, classes)
@@ -62,8 +62,8 @@ def register_family(family: Family) -> None:
 
 
 def register_model_type(source: PathLike, **hub_options: Any) -> None:
-    """Read the config.json of a folder or Hub id, and register the model's family if it is a converted model."""
-    read_json(Path(source, "config.json"))  # raises unless it holds an object
+    """Check the config.json of a folder or Hub id (ValueError if not valid); register the family of a converted model."""
+    read_json(Path(source, "config.json"))  # raises ValueError if this file exists and holds no object
     config, _ = transformers.PreTrainedConfig.get_config_dict(str(source), **hub_options)
     for name, kind, expected in (("model_type", str, "a name"), ("architectures", list, "a list of names")):
         if not isinstance(config.get(name), (kind, type(None))):
@@ -166,7 +166,7 @@ def _load(
     """
     source = resolve_model_name(name)
     if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, expected auto, {', '.join(DTYPES)}.")
+        raise ValueError(f"dtype: got {dtype!r}, expected one of auto, {', '.join(DTYPES)}.")
     where = "" if isinstance(source, Path) else " on the Hub, since there is no such folder"
     with wrap_errors(f"model: got {str(name)!r}, expected a model that can be loaded{where}"):
         with verified_files(source, revision) as hub_options:
@@ -193,7 +193,7 @@ def _empty_model(auto_model: Any, source: str, dtype: torch.dtype | None, option
 
 
 def find_model_kind(name: PathLike, revision: str | None = None) -> str | None:
-    """Return "language", "images", or "encoders" (of text); None for others, and if loading fails; refuse vision towers."""
+    """Return "language", "images", or "encoders" (text); None for others or failed loading. ValueError for vision towers."""
     try:
         config = load_config(name, revision=revision)
     except Exception:  # loading the model will report the reason
@@ -272,7 +272,7 @@ def no_code_prompts() -> Iterator[None]:
 
 
 def choose_device(device: torch.device | str | None = None) -> torch.device:
-    """Return `device` as a `torch.device`; for None, CUDA if there is a GPU and else the CPU."""
+    """Return `device` as a `torch.device`; for None, CUDA if available, else the CPU. Raise ValueError if unavailable."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with wrap_errors(f"device: got {str(device)!r}, expected one that is available here"):
@@ -280,7 +280,7 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
 
 
 def read_stored_dtype(folder: PathLike) -> str:
-    """Return the dtype that `dtype="auto"` selects for a folder: that in config.json, else that of the first weight."""
+    """Return the name of the dtype that `dtype="auto"` selects for a folder: from config.json, or else the first weight."""
     config = read_json(Path(folder, "config.json")) or {}
     if not (dtype := config.get("dtype") or config.get("torch_dtype")):
         file = sorted(Path(folder).glob("*.safetensors"))[0]
@@ -305,7 +305,7 @@ def load_pipeline(
             missing = missing_transformers_weights(resolved, hub_options)
             if not missing:
                 pipeline: Any = DiffusionPipeline.from_pretrained(str(resolved), **options, **hub_options)
-        if not missing:  # diffusers leaves on the meta device what it found in no file
+        if not missing:  # diffusers leaves weights that are in no file on the meta device
             modules = [(name, x) for name, x in pipeline.components.items() if isinstance(x, torch.nn.Module)]
             missing = [f"{name}.{key}" for name, x in modules for key, value in x.named_parameters() if value.is_meta]
         if not missing:

@@ -52,7 +52,7 @@ SENTENCE_SETTINGS = {
 
 
 def read_sentence_files(name: PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Return an encoder's files of sentence-transformers: path -> JSON, or `Path` of weights; refuse unknown modules."""
+    """Return an encoder's sentence-transformers files, path -> JSON or `Path` of weights; ValueError for unknown modules."""
     from transformers.utils import cached_file
 
     find = functools.partial(cached_file, str(name), revision=revision, _raise_exceptions_for_missing_entries=False)
@@ -124,7 +124,7 @@ def list_saved_files(folder: PathLike) -> list[Path]:
 
 
 def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int = 0) -> Path:
-    """Return `folder` as an absolute path after checking that a model of `num_bytes` can be saved there.
+    """Return `folder` as an absolute path; raise ValueError unless a model of `num_bytes` can be saved there.
 
     A folder that a killed process was replacing is moved back first. With `overwrite`, the folder may hold a model saved by
     this package, and nothing else.
@@ -138,9 +138,9 @@ def check_new_folder(folder: PathLike, overwrite: bool = False, num_bytes: int =
         raise ValueError(f"{start}, which contains the working or the home folder, expected another folder.")
     if path.exists() and any(path.iterdir()):
         if not overwrite:
-            raise ValueError(f"{start}, which is not empty, expected another folder, or overwrite.")
+            raise ValueError(f"{start}, which is not empty, expected a new folder, or --overwrite.")
         if not holds_saved_model(path):
-            raise ValueError(f"{start}, which is not empty and holds no MHLA model, expected one to overwrite.")
+            raise ValueError(f"{start}, which is not empty and holds no MHLA model, expected a new folder.")
         existing = {file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
         model_files = {file for file in list_saved_files(path) if not file.is_symlink()}
         if foreign := min(existing - model_files, default=None):

@@ -28,7 +28,7 @@ def number_in(low: float, high: float, expected: str) -> Callable[..., Any]:
     return functools.partial(checked_field, lambda value: low <= value <= high, expected)
 
 
-# Not the least number above 0, which is 0 where a process flushes denormal numbers.
+# No `number_in` from the smallest float above 0, which equals 0 in a process that flushes denormal numbers.
 positive = functools.partial(checked_field, lambda value: 0 < value < math.inf, "a number above 0")
 not_negative = number_in(0, math.nextafter(math.inf, 0), "a number of at least 0")
 fraction = number_in(0, 1, "a number from 0 to 1")
@@ -50,7 +50,7 @@ def check_fields(instance: Any) -> None:
 
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def checked(cls: type[T]) -> type[T]:
-    """Make `cls` a dataclass that checks its fields before `__post_init__`, and calls its `validate_*` after it."""
+    """Make `cls` a dataclass that checks its fields before `__post_init__` and calls its `validate_*` methods after it."""
     finish = getattr(cls, "__post_init__", lambda self: None)
 
     def __post_init__(self: T) -> None:

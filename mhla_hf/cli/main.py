@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """Build the parser. Each command's `flags` maps names of arguments to its options, for error messages."""
+    """Build the parser. The default `flags` of each command maps argument names to command-line flags, for errors."""
     layout: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(prog="mhla-hf", description=DESCRIPTION, **layout)
     parser.add_argument("--version", action="version", version=f"mhla_hf {__version__}")
@@ -122,7 +122,7 @@ def replace_unprintable() -> None:
 
 
 def describe_error(error: BaseException, flags: Mapping[str, str] | None = None) -> str:
-    """Describe an error in one line. An argument with which the message begins is replaced by its flag."""
+    """Describe an error in one line. If the message begins with an argument in `flags`, name its flag instead."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
@@ -133,7 +133,7 @@ def describe_error(error: BaseException, flags: Mapping[str, str] | None = None)
 
 
 def script(main: Callable[[], Any], name: str | None = None) -> None:
-    """Run the `main` of a script with the error handling of `mhla-hf`."""
+    """Run the `main` of a script; on an error or Ctrl-C, print one line to stderr and exit with 2 or 130."""
     replace_unprintable()
     try:
         main()

@@ -121,7 +121,7 @@ def run_distill(
 
 
 def convert_student(student: str, model: Any, config: Any, recipe: Any, from_settings: list[str], seed: int) -> bool:
-    """Convert a softmax model or pipeline by the recipe's settings; return False if it is an MHLA model already."""
+    """Convert a softmax model in place by the recipe's settings; return False for an MHLA model, which takes no settings."""
     import torch
 
     from ..conversion import convert
@@ -139,7 +139,7 @@ def convert_student(student: str, model: Any, config: Any, recipe: Any, from_set
 def load_pipelines(
     student: str, teacher: str | None, recipe: Any, dtype: str, settings: list[str], seed: int, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """Load a student, converted if it is softmax, and a teacher or None; they share all components but the transformers."""
+    """Load a student, convert it if it is softmax, and load a teacher if needed; all but the transformers are shared."""
     from ..checkpoints.load import load_pipeline
 
     model = load_pipeline(student, dtype="auto", device="cpu", trust_remote_code=trust_remote_code)

@@ -75,7 +75,7 @@ def parse_value(text: str) -> Any:
 
 
 def load_libraries() -> None:
-    """Import torch and transformers, and register the model types. It takes seconds, so arguments are checked before."""
+    """Import torch and transformers, and register the model types. This takes seconds, so arguments are checked first."""
     importlib.import_module("mhla_hf._register").register()
 
 
@@ -91,7 +91,7 @@ def resumable(find_saved: Callable[[], Path | None]) -> Iterator[None]:
 
 
 def check_model(name: str, revision: str | None = None, weights: bool = True) -> None:
-    """Raise ValueError unless there is such a model, here or on the Hub. Without `weights`, any folder passes."""
+    """Raise ValueError unless `name` is a local model or one on the Hub. Without `weights`, any folder passes."""
     if os.path.isdir(name) and not weights:
         return
     if isinstance(resolve_model_name(name, pipeline=(Path(name) / PIPELINE_INDEX).is_file()), Path):

@@ -1,8 +1,8 @@
 """convert(): turns a softmax model into an MHLA model in place, with the base's weights.
 
 Everything is checked before anything is changed. All families of transformers are converted by `transformers_models.py`,
-all of diffusers by `diffusers_models.py`. With text, `language.py` chooses the softmax heads of a language model, and a text
-encoder learns from its original (`encoder.py`); with samples, a diffusion or vision model does (`calibration.py`).
+all of diffusers by `diffusers_models.py`. With text, `language.py` chooses which KV heads of a language model keep softmax,
+and `encoder.py` fits text encoders to their softmax originals; with samples, `calibration.py` fits other models.
 """
 
 from collections.abc import Sequence
@@ -43,39 +43,39 @@ def convert(
 
     The base's weights keep their values and names; converted layers get new ones, `mhla.*`. With `text`, a causal language
     model or text encoder is ready for use afterwards. The KV heads of a language model that most need the whole past keep
-    softmax. The others keep a window and their most salient tokens. Encoders have MHLA beyond a window, which learns from
-    the text. All other converted models need training (`mhla_hf.distill`), except Sana, whose attention is linear already;
-    `samples` bring diffusion and vision models closer to their originals.
+    softmax. The others keep a window and their most salient tokens. Encoders keep softmax in a window; MHLA beyond it
+    learns from the text. All other converted models need training (`mhla_hf.distill`), except Sana, whose attention is
+    linear already; `samples` bring diffusion and vision models closer to their originals.
 
     Args:
         model: A causal language model, text encoder, vision tower or image classifier of transformers, a transformer of
             diffusers, or a pipeline with one or two, of the families in `models/families.py`. Save a tower inside a larger
-            model, such as `CLIPModel.vision_model`, by its own `save_pretrained`: the larger model's would load as softmax.
-            A pipeline that holds a transformer given alone needs `pipe.transformer = model` before it is saved.
+            model, such as `CLIPModel.vision_model`, by its own `save_pretrained`: saved with that model, it loads as
+            softmax. If only a pipeline's transformer is converted, set `pipe.transformer = model` before saving the pipe.
         settings: All settings at once. Default: those of the model's family.
         tokenizer: The model's tokenizer. Without it, `text` is token ids, and heads are chosen without asking for facts.
         text: What to choose heads by and to learn from: a text file, a folder of text files, a dataset, a list of texts,
             int64 token ids [N], or "self": the model samples. About 10,000 tokens are read,
             100,000 for an encoder. Default: none, since training may follow.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
-            the original samples eight; or a function that runs it: `lambda generator: pipe("a cat", generator=generator)`.
+            eight are run; or a function that runs it once: `lambda generator: pipe("a cat", generator=generator)`.
             For a vision model, unlabeled images [N, C, height, width].
         keep: How much keeps softmax. Language models with `text`: a share of the KV heads, their number, a percentage such
             as "17%", or the size of a sequence's cache at `context` tokens, such as "64MiB". Default: "auto", the smallest
-            cache that keeps enough. A size and "auto" choose `salient`, too, unless it or `settings` is given. With
+            cache that keeps enough. With a size or "auto", `salient` is chosen, too, unless it or `settings` is given. With
             `samples`: how many layers; default: the family's number, none with `settings` or `layers`. Not for encoders.
-        context: Number of tokens at which the caches of language models are compared. Default: the model's positions.
-        tolerance: With keep="auto": the KL to the original that is accepted, in nats per token. Default: 0.02.
+        context: Number of tokens for which the cache sizes of language models are computed. Default: the model's positions.
+        tolerance: With keep="auto": the largest accepted KL to the original, in nats per token. Default: 0.02.
         layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; overrides `settings.layers`.
-            Default: without `settings`, "all" with `text` or `samples`, else the family's, "2/3" for language models.
-        effort: Multiplies the rows and steps of `text` or `samples`; for language models, the rows that choose heads.
+            If neither is given: "all" with `text` or `samples`, else the family's default ("2/3" for language models).
+        effort: Multiplies the number of rows that score a language model's heads, or of steps that fit another model.
         seed: Decides which passages of `text` are read, and what the model samples.
         checkpoint: File for the progress of a text encoder's conversion, from which the same call resumes.
         progress: Whether to show progress bars on stderr and, with `text`, to print the scores and sizes of the cache.
         **overrides: Single fields of `MHLASettings`, which take precedence over `settings`.
 
     Returns:
-        `model`, the same object. After learning, `mhla_measured` in its configuration has the scores.
+        `model`, the same object. With `text` or `samples`, `mhla_measured` in its configuration has the scores.
 
     Raises:
         TypeError, ValueError: An argument is not valid. After any exception and Ctrl-C, the model is as it was.

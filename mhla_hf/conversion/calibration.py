@@ -1,7 +1,7 @@
 """convert() with samples: the MHLA layers of a diffusion or vision model learn the outputs of their softmax originals.
 
-There are neither labels nor data: a diffusion model learns from the inputs that its transformer gets while the softmax
-original samples. The layers whose conversion changes the model's output most can keep softmax.
+No labels are needed: a diffusion model learns from the inputs that its transformer gets while the softmax original samples,
+a vision model from images. The layers whose conversion changes the model's output most can keep softmax.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ logger = logging.getLogger("mhla_hf")
 RUNS, HELD_OUT_RUNS = 6, 2  # runs of the sampler to learn from, and to measure on
 SAMPLING_STEPS = 20  # per run
 IMAGES_AT_ONCE = 8
-EDITING = ("Edit", "Kontext", "Layered")  # names of pipelines that start from images, although that is optional
+EDITING = ("Edit", "Kontext", "Layered")  # in names of pipelines that edit images, although their image is optional
 FIT_STEPS = 100
 MEASURED_CALLS = 8  # at most, evenly spaced among those of the held-out runs
 # Settings that learn best from samples, where they differ from those of the family.
@@ -65,7 +65,7 @@ def check_samples(model: Any, samples: Any) -> None:
     if kinds not in ({str}, {int}) or not hasattr(model, "components"):
         raise TypeError(
             f"samples: got {type(samples).__name__} with {type(model).__name__}, expected a list of prompts or of class "
-            "labels with a pipeline, images with a vision model, or a function that samples, given a torch.Generator."
+            "labels with a pipeline, images with a vision model, or a function that samples with a torch.Generator."
         )
     name, parameters = type(model).__name__, inspect.signature(type(model).__call__).parameters
     required = {key for key, x in parameters.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
@@ -75,12 +75,12 @@ def check_samples(model: Any, samples: Any) -> None:
             expected = f"labels below {num_classes}" if "class_labels" in parameters else "prompts"
             raise ValueError(f"samples: got {samples!r:.40} with {name}, expected {expected}.")
     elif "prompt" not in parameters or required - {"self", "prompt"} or any(word in name for word in EDITING):
-        expected = "class labels" if "class_labels" in required else "a function that samples, given a torch.Generator"
+        expected = "class labels" if "class_labels" in required else "a function that samples with a torch.Generator"
         raise ValueError(f"samples: got prompts with {name}, expected {expected}.")
 
 
 def sampling_runs(model: Any, samples: Any, seed: int) -> list[Callable[[], Any]]:
-    """Return functions that call the softmax original, each on inputs of its own; see `convert` for the arguments."""
+    """Return functions that each run the softmax original on another part of `samples`, or with another seed."""
     if isinstance(samples, torch.Tensor):
         return [partial(model, batch.to(model.device)) for batch in samples.split(IMAGES_AT_ONCE)]
     random_numbers = torch.Generator().manual_seed(seed)
@@ -106,7 +106,7 @@ def convert_with_samples(
 ) -> Any:  # fmt: skip
     """Convert a diffusion or vision model in place, fit it to its softmax original, and measure it; see `convert`.
 
-    The model is in eval mode. The scores go to `mhla_measured` in the configuration of each transformer.
+    The model must be in eval mode. The scores go to `mhla_measured` in the configuration of each transformer.
     """
     is_default = requested.settings is None and requested.layers is None
     if requested.settings is None:
@@ -120,7 +120,7 @@ def convert_with_samples(
 
         checked: Any = diffusers_models.check_conversion(model, requested)
         if linear := [family.base for _, family, _ in checked if family.kind.linear]:
-            raise ValueError(f"samples: got some for {linear[0]}, whose attention is linear, expected None.")
+            raise ValueError(f"samples: got some for {linear[0]}, whose attention is linear already, expected None.")
     else:
         family = convertible_family(model)
         if family not in VISION:
@@ -135,7 +135,7 @@ def convert_with_samples(
     calls = [record_calls(transformers, run) for run in sampling_runs(model, samples, seed)]
     for number, transformer in enumerate(transformers):
         if any(not run[number] for run in calls):
-            raise ValueError(f"samples: got some that do not run {type(transformer).__name__}, expected ones that do.")
+            raise ValueError(f"samples: got a run without {type(transformer).__name__}, expected every run to call it.")
     if is_of_diffusers(model):
         diffusers_models.convert_checked(model, checked)
     else:
@@ -152,9 +152,9 @@ def convert_with_samples(
 
 
 def count_kept_layers(family: Family, num_layers: int, keep: float | int | str | None, is_default: bool) -> int:
-    """Compute how many of the layers that are converted get softmax back.
+    """Compute how many of the converted layers get softmax back. Raise ValueError if `keep` is not valid.
 
-    Without `keep`, it is the family's number if `is_default`: the caller gave neither settings nor layers; otherwise 0.
+    Without `keep`, this is the family's default if `is_default` (the caller gave neither settings nor layers), else 0.
     """
     if keep is None:
         default = MHLASettings(**family.kind.defaults)
@@ -172,7 +172,7 @@ def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int]) -
     for index in chosen:
         if is_of_diffusers(model):
             base_processor = attentions[index].processor.base_processor
-            del attentions[index].processor  # torch sets no other object in place of a module
+            del attentions[index].processor  # torch replaces a module only by a module
             attentions[index].processor = base_processor
         else:
             restore_softmax(attentions[index], model.config)
@@ -191,11 +191,11 @@ def update_config(model: Any, **values: Any) -> None:
 def learn_from_calls(
     model: Any, runs: Sequence[Sequence[Call]], num_kept: int, effort: float, seed: int, progress: bool
 ) -> dict[str, Any]:
-    """Fit the MHLA layers of a model that was just converted, choose the layers that keep softmax, and return the report.
+    """Fit the MHLA layers of a newly converted model in place, and report errors and which layers should keep softmax.
 
-    The `num_kept` layers whose conversion alone changes the output most keep it. Errors in the report are squared errors
-    relative to the squared norm, on held-out calls: of the model's output, and of each layer's own output, before and after
-    the fit; and of the model's output if only this layer is converted ("alone").
+    Errors are squared errors relative to the squared norm, on held-out calls: of the model's output, and of each layer's own
+    output, before and after the fit; and of the model's output if only this layer is converted ("alone"). The `num_kept`
+    layers with the largest "alone" should keep softmax.
     """
     num_held_out = max(1, len(runs) * HELD_OUT_RUNS // (RUNS + HELD_OUT_RUNS))
     fit_calls, held_out = (

@@ -66,7 +66,7 @@ def convert_checked(model: Any, checked: list[tuple[Any, Family, MHLASettings]])
 
 
 def check_conversion(model: Any, requested: Requested) -> list[tuple[Any, Family, MHLASettings]]:
-    """Return (softmax transformer, family, settings) for each transformer of a model; `layers` is a list of indices.
+    """Return (softmax transformer, family, settings with a list of layer indices) for each transformer of a model.
 
     Raise TypeError or ValueError if one cannot be converted with these settings.
     """
@@ -84,7 +84,7 @@ def check_conversion(model: Any, requested: Requested) -> list[tuple[Any, Family
 
 
 def check_state(transformer: Any) -> None:
-    """Raise ValueError if a transformer has hooks or offloaded weights, which would not include the new modules."""
+    """Raise ValueError if a transformer has hooks or offloaded weights, which would miss the new modules, or a KV cache."""
     registries = [module._diffusers_hook for module in transformer.modules() if hasattr(module, "_diffusers_hook")]
     if any(registry.hooks for registry in registries):  # a hook that was removed leaves its registry behind
         expected = "none; convert before adding them"

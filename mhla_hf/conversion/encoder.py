@@ -26,7 +26,7 @@ from .transformers_models import convert_in_place, settings_with_text
 logger = logging.getLogger("mhla_hf")
 ROW_TOKENS, ROWS_AT_ONCE, HELD_OUT_ROWS = 512, 3, 8
 FIT_STEPS = 60
-FIT_PARTS, HELD_OUT_PARTS = (1, 2, 4), (4, 1)  # number of inputs per row: encoders read short texts, too
+FIT_PARTS, HELD_OUT_PARTS = (1, 2, 4), (4, 1)  # inputs into which a row is cut: encoders read short texts, too
 SAVE_EVERY = 30.0  # seconds
 
 
@@ -44,7 +44,7 @@ def convert_encoder(
 ) -> Any:  # fmt: skip
     """Convert a text encoder in place, fit it to its softmax original, and measure it; see `convert`.
 
-    The model is in eval mode. The scores go to `model.config.mhla_measured`.
+    The model must be in eval mode. The scores go to `model.config.mhla_measured`.
     """
     if requested.settings is None:  # `center_maps` starts the unbounded features of `exp` from the text
         requested = requested._replace(overrides={"feature_map": "exp", **requested.overrides})
@@ -88,7 +88,7 @@ def read_rows(
     """Read the batches that a text encoder is converted with.
 
     The inputs of a batch are equally long, up to `ROW_TOKENS` with the tokenizer's special tokens around them. A short text
-    is read several times. `effort` multiplies the batches to fit.
+    is read several times. `effort` multiplies the number of batches to fit.
     """
     if isinstance(text, str) and text == "self":
         raise ValueError(f'text: got "self" with {type(model).__name__}, which writes no text, expected a text.')
@@ -134,7 +134,7 @@ class Checkpoint:
                 raise ValueError(f"{got}, expected a new file.")
 
     def identify(self, *parts: Any) -> None:
-        """Raise ValueError if the file is of a conversion with other `parts`, which are all that its results depend on."""
+        """Record `parts`, all that the results depend on. Raise ValueError if the file is of a run with other parts."""
         identity = hash_json(parts)
         if self.content.setdefault("identity", identity) != identity:
             expected = "a new file; delete it to start anew"
@@ -143,7 +143,7 @@ class Checkpoint:
     def run(self, fit: OutputFit, inputs: Sequence[torch.Tensor], bar: tqdm) -> None:
         """Call `fit.step` with each of `inputs`, except for those that were done before the conversion was interrupted.
 
-        The file is written every `SAVE_EVERY` seconds and after the last step. Without a bar, progress is logged then.
+        Every `SAVE_EVERY` seconds and after the last step, the file is written and, without a visible bar, the loss logged.
         """
         if "outputs" in self.content:
             fit.load_state_dict(self.content["outputs"])
@@ -165,7 +165,7 @@ class Checkpoint:
 
 
 class EmbeddingScores:
-    """Measures the cosine similarity of a converted encoder's embeddings to those of its original, by length of `rows`."""
+    """Measures the mean cosine similarity of a converted encoder's embeddings to its original's, per batch in `rows`."""
 
     def __init__(self, model: Any, rows: list[torch.Tensor]) -> None:
         self.rows = rows

@@ -13,8 +13,8 @@ from ..ops.windowed.two_way import distance_mixing
 from .teacher import mhla_layers, run_body, softmax_instead
 
 FIT_LR, UPDATES = 3e-2, 2  # learning rate of the first step, and updates by Adam per step
-START_TOKENS = 1024  # per row, at most, from which the far part is initialized
-NEGLIGIBLE = 1e-3  # a balance stays as it is if the far weights of all queries sum to at most this
+START_TOKENS = 1024  # first tokens of a row, at most, from which a core is initialized
+NEGLIGIBLE = 1e-3  # a head's balance stays as it is if its far weights, in softmax or MHLA, sum to at most this
 
 
 class OutputFit:
@@ -40,7 +40,7 @@ class OutputFit:
         return {core: [x for part in parts[core] for x in part.parameters() if x.requires_grad] for core in parts}
 
     def observe_softmax(self, inputs: Any) -> None:
-        """Run the softmax original on inputs of a step, with `learn` as the observer of its layers."""
+        """Run the softmax original on the inputs of a step; after each of its layers, `learn` updates the core."""
         with softmax_instead(self.model, observe=self.learn):
             run_body(self.model, inputs)
 
@@ -52,7 +52,7 @@ class OutputFit:
             self.start_balance(core, q, k, options.get("scale"))
 
     def start_balance(self, core: Any, q: torch.Tensor, k: torch.Tensor, scale: float | None) -> None:
-        """Initialize the balance of an encoder's core (`set_balance`) from q [B, T, H, K] and k [B, T, G, K]."""
+        """Set the balance (see `set_balance`) of an encoder's core in place, from q [B, T, H, K] and k [B, T, G, K]."""
         options, queries_per_kv = core.options, q.shape[2] // k.shape[2]
         q_features, k_features = core.q_map(q), core.k_map(k)
         block = torch.arange(q.shape[1], device=q.device) // options.block_size
@@ -134,10 +134,10 @@ def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
 def set_balance(
     core: Any, weights: Callable[[int, int], Sequence[torch.Tensor]], num_rows: int, is_far: torch.Tensor
 ) -> None:
-    """Initialize the balance so that far tokens weigh as much in MHLA as they do in the softmax, in place.
+    """Set each head's balance, the log of a factor on MHLA's weights, so that far keys weigh as in the softmax, in place.
 
     For a head and a row of a batch, `weights` returns the scores [Q, S] of Q queries and S keys, the log of the sum of
-    e^score over all keys [Q, 1], and the weights of MHLA on the scale of e^score [Q, S]. `is_far` is bool [Q, S].
+    e^score over all keys [Q, 1], and MHLA's weights on the scale of e^score [Q, S]. `is_far` [Q, S]: outside any window.
     """
     for head in range(len(core.mixing.balance)):
         masses: Any = 0.0  # [2], the weight of all far tokens in the softmax and in MHLA

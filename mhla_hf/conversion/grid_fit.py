@@ -19,7 +19,7 @@ from .model_family import is_of_diffusers, keep_new_images
 from .teacher import SoftmaxCore, replaced_cores
 
 TINY = torch.finfo(torch.float32).tiny  # in place of a sum of squares that is zero
-START_QUERIES = 256  # from which the balance of a joint layer is initialized
+START_QUERIES = 256  # at most, from which the balance of a layer with text tokens is initialized
 
 
 class Call(NamedTuple):
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 class GridSoftmaxCore(SoftmaxCore):
     """Computes softmax attention in place of the MHLA core of a grid, with or without a text; see `SoftmaxCore`.
 
-    With a text, the observed o is the output of the grid; the MHLA core computes that of the text by softmax, too.
+    With a text, the observed o is for the grid's tokens only: the MHLA core, too, computes the text's output by softmax.
     """
 
     def forward(
@@ -130,7 +130,7 @@ def move(value: Any, device: Any, copy: bool = False) -> Any:
 
 @torch.no_grad()
 def run_call(model: Any, call: Call) -> torch.Tensor:
-    """Run a model with recorded arguments, and return its first output, without the part for images to edit."""
+    """Run a model with recorded arguments, and return its first output, without the tokens of images to edit."""
     args, kwargs = move(tuple(call), model.device)
     output = model(*args, **kwargs)[0]
     return keep_new_images(model, output, args, kwargs) if is_of_diffusers(model) else output
@@ -139,7 +139,7 @@ def run_call(model: Any, call: Call) -> torch.Tensor:
 def softmax_layers(
     layers: dict[int, Any], observe: Callable[..., None] | None = None
 ) -> AbstractContextManager[dict[int, Any]]:
-    """Return a context manager that computes some of the `grid_layers` of a model by softmax; see `GridSoftmaxCore`."""
+    """Return a context manager in which `layers`, of `grid_layers`, compute softmax, in place; see `GridSoftmaxCore`."""
     return replaced_cores(layers, lambda core: GridSoftmaxCore(core, observe))
 
 
@@ -152,7 +152,7 @@ def output_error(model: Any, calls: Sequence[Call], expected: Sequence[torch.Ten
 
 
 def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
-    """Compute the error of each MHLA layer's output, as `output_error` does, on its softmax original's inputs, by index."""
+    """Compute `output_error` of each MHLA layer, given the inputs that it gets in the softmax original, by layer index."""
     layers = grid_layers(model)
     sums = {holder.mhla: torch.zeros(2, device=model.device) for holder in layers.values()}
 

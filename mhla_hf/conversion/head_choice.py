@@ -1,8 +1,8 @@
 """Which KV heads of a language model keep softmax, and how many salient tokens the others keep.
 
-One backward pass of the original per row tells how much its loss depends on what each KV head would lose (`score_heads`).
-How many heads stay, and how many salient tokens the others need, is measured by one forward pass per candidate, all on one
-row that no head is scored by. It repeats its start and asks for facts at its end.
+`score_heads` estimates, by one backward pass of the original per row, how much its predictions change if a KV head becomes
+MHLA. `measure_candidates` compares numbers of softmax heads, and of salient tokens, by one forward pass each on another row,
+which repeats its start and asks for facts at its end.
 """
 
 import logging
@@ -33,16 +33,16 @@ from .transformers_models import restore_softmax
 
 logger = logging.getLogger("mhla_hf")
 SLOTS = (128, 512)  # numbers of salient tokens that a search compares
-PARTS = (15, 10, 6, 4)  # with keep="auto", one of 15, 10, 6, or 4 KV heads keeps softmax
+PARTS = (15, 10, 6, 4)  # with keep="auto", candidates keep softmax in 1/15, 1/10, 1/6, or 1/4 of the KV heads
 TOLERANCE = 0.02  # nats per token of KL, with keep="auto"
-MAX_LOSS = 0.05  # of the probability of a copied token, and of an answer, with keep="auto"
-# Positions per row at which predictions are compared, and whose loss scores heads. These are not all, because logits of a
-# large vocabulary cost more than the layers.
+MAX_LOSS = 0.05  # largest drop of the probability of a copied token, and of an answer, with keep="auto"
+# Numbers of positions per row: of a copy, to measure recall; whose loss scores heads; at which candidates are compared to
+# the original. These are not all, because logits of a large vocabulary cost more than the layers.
 KL_POSITIONS, SCORED_POSITIONS, CURVE_POSITIONS = 128, 1024, 256
 QUESTION_TOKENS = 8  # at most, before an answer
 REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-Point = dict[str, Any]  # a candidate, "salient" and "heads", its "kept_heads", and what was measured of it
+Point = dict[str, Any]  # a candidate: numbers of "salient" tokens and softmax "heads", "kept_heads", scores
 
 
 class AskingRow(NamedTuple):
@@ -64,7 +64,7 @@ class LanguageRows(NamedTuple):
 class HeadChoice:
     """Lists the candidates that `keep` allows, and finds the best of them for a converted model; see `convert`.
 
-    With `compares_slots`, candidates have different numbers of salient tokens, unless `keep` is a number of heads.
+    With `compares_slots`, and `keep` "auto" or a size, candidates also differ in their number of salient tokens.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class HeadChoice:
         if not self.candidates:
             sizes = self.sizes[slots[0]].values()
             least, softmax = sum(x.state_bytes for x in sizes), sum(x.token_bytes for x in sizes) * context
-            size = f"or a size such as '64MiB', from {least} bytes up to the {softmax} of softmax"
-            forms = f"as 'auto', a number, a share, a percentage, {size}"
-            expected = f"0 to {num_heads - 1} of the {num_heads} KV heads, {forms}"
+            size = f"or a size such as '64MiB' of at least {least} bytes (softmax takes {softmax})"
+            forms = f"as a number, a share, or a percentage, or 'auto', {size}"
+            expected = f"0 to {num_heads - 1} of the {num_heads} KV heads {forms}"
             raise ValueError(f"keep: got {keep!r} at {context} tokens, expected {expected}.")
         # A single candidate without softmax heads needs no scores.
         self.compares = len(self.candidates) > 1 or self.candidates[0]["heads"] > 0
@@ -144,7 +144,7 @@ class HeadChoice:
         }
 
     def choose(self, original: Point, points: Sequence[Point]) -> Point:
-        """Return the point with the smallest KL or, for "auto", the smallest cache among those that keep enough, if any."""
+        """Return the point of smallest KL; for "auto", of smallest cache within `tolerance` and `MAX_LOSS`, if any is."""
         closest = min(points, key=lambda point: point["kl"])
         if not self.is_auto:
             return closest
@@ -161,7 +161,7 @@ class HeadChoice:
 
 
 def compared_positions(length: int, count: int = KL_POSITIONS, first: int = 0) -> torch.Tensor:
-    """Return up to `count` evenly spaced positions, int64 [N], from `first` to `length`."""
+    """Return up to `count` evenly spaced positions, int64 [N], from `first` to `length - 1`."""
     count = min(count, length - first)
     return first + torch.arange(count) * (length - first) // count
 
@@ -212,7 +212,7 @@ def highest_scores(scores: dict[int, list[float]], count: int) -> dict[int, list
 
 @torch.no_grad()
 def measure_candidates(model: Any, row: AskingRow, points: Sequence[Point], bar: tqdm) -> Point:
-    """Add scores to each point, which has "kept_heads" and "salient", in place; return those of the softmax original.
+    """Add scores to each point in place, and return the original's scores. The model keeps the last point's "salient".
 
     "kl" is the KL to the original in nats per token, "recall" the mean log-probability of copied tokens, and "answers", if
     the row has any, the mean probability of an answer.
@@ -286,13 +286,13 @@ def heads_within(max_bytes: int, sizes: dict[int, LayerSizes], context: int) -> 
 def give_softmax_back(model: Any, kept_heads: dict[int, list[int]]) -> None:
     """Let KV heads of MHLA layers keep softmax, {layer: [KV head, ...]}, and record them in `model.config.mhla`, in place.
 
-    If all KV heads of a layer are chosen, it becomes a softmax layer of the base again, and its MHLA weights are deleted.
+    A layer all of whose KV heads are chosen becomes a softmax layer of the base. Raise ValueError if all do.
     """
     layers, config = mhla_layers(model), model.config
     partly = {index: heads for index, heads in kept_heads.items() if len(heads) < layers[index].mhla.num_kv_heads}
     mhla_indices = [index for index in layers if index not in kept_heads or index in partly]
     if not mhla_indices:
-        raise ValueError(f"keep: got all {sum(map(len, kept_heads.values()))} KV heads, expected fewer.")
+        raise ValueError(f"keep: got all {sum(map(len, kept_heads.values()))} KV heads, expected one left for MHLA.")
     if config._attn_implementation == ATTENTION_NAME:
         set_attention_function(config, "sdpa")  # the default of transformers
     for index, heads in kept_heads.items():

@@ -30,8 +30,8 @@ from .teacher import log_probabilities, mean_kl, softmax_instead
 from .transformers_models import convert_in_place, settings_with_text
 
 logger = logging.getLogger("mhla_hf")
-ROW_TOKENS, HELD_OUT_ROWS = 1024, 2  # of a row to measure on, and their number
-LONG_TOKENS = 4096  # of a row that asks: far recall needs long rows
+ROW_TOKENS, HELD_OUT_ROWS = 1024, 2  # tokens of a row to measure on, and number of these rows
+LONG_TOKENS = 4096  # tokens of a row with questions (`ask_of_row`): recall from far back needs long rows
 MEASURED_POSITIONS = 256  # per held-out row, at most
 WRITING_BATCH = 16  # rows that the model samples at once
 
@@ -42,7 +42,7 @@ def convert_language_model(
 ) -> Any:  # fmt: skip
     """Convert a language model in place, choose the heads that keep softmax, and measure it; see `convert`.
 
-    The model is in eval mode. The scores go to `model.config.mhla_measured`.
+    The model must be in eval mode. The scores go to `model.config.mhla_measured`.
     """
     if not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
         start = f"text: got a text for {type(model).__name__}"
@@ -98,14 +98,14 @@ def read_rows(
 ) -> LanguageRows:  # fmt: skip
     """Read the rows of text that a language model is converted with, int64 [1, T] each.
 
-    `effort` scales the number of rows by which heads are scored. Rows that ask have `LONG_TOKENS` tokens, held-out ones
-    `ROW_TOKENS`. They are shorter if the model has fewer positions or the text fewer tokens (`row_length`).
+    `effort` scales the number of rows by which heads are scored. Rows with questions (`ask_of_row`) have `LONG_TOKENS`
+    tokens, held-out rows `ROW_TOKENS`; all are shorter if the model has fewer positions, or the text too few tokens.
     """
     positions = getattr(model.config, "max_position_embeddings", LONG_TOKENS)
     short_length, long_length = row_length(None, min(ROW_TOKENS, positions), settings), min(LONG_TOKENS, positions)
     num_asking = max(1, round(effort)) + 1
     num_rows = num_asking + HELD_OUT_ROWS
-    # Passages have the long length; those that do not ask are cut into short rows.
+    # Passages have the long length; those without questions are cut into short rows.
     num_passages = num_asking + -(-HELD_OUT_ROWS // (long_length // short_length))
     if isinstance(text, str) and text == "self":
         # Sample short rows, and join several to a long one: sampling at the long length would take longer.
@@ -117,7 +117,7 @@ def read_rows(
         short_length = row_length(source, short_length, settings)
         if isinstance(source, TokenRing) and len(source.tokens) < num_passages * long_length:
             if short_length < long_length:
-                message = "text: got %d tokens, expected %d, to choose by what is further back than %d tokens."
+                message = "text: got %d tokens, expected at least %d; heads are chosen on rows of only %d tokens."
                 logger.warning(message, len(source.tokens), num_passages * long_length, short_length)
             long_length, num_asking = short_length, 2
             num_passages = min(num_rows, len(source.tokens) // short_length)
@@ -165,7 +165,7 @@ def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, 
 
 
 def read_twice(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the start of each row twice, cut so that both copies fit the positions; recall is that of the second."""
+    """Return the start of each row twice, cut to fit the model's positions; recall is measured on the second copy."""
     max_tokens = getattr(model.config, "max_position_embeddings", 2 * ids.shape[1]) // 2
     return torch.cat(2 * [ids[:, :max_tokens]], 1)
 

@@ -16,7 +16,7 @@ from ..nn.settings import FOREIGN_ENTRIES
 
 # Fields of an MHLA model's configuration that its base's configuration does not have, or has other values for.
 MHLA_FIELDS = ("mhla", "mhla_measured", "model_type", "architectures", "auto_map", *FOREIGN_ENTRIES, "base_model_type")
-TRANSFORMERS = ("transformer", "transformer_2")  # of a pipeline; of Wan 2.2 for high noise and for low noise
+TRANSFORMERS = ("transformer", "transformer_2")  # of a pipeline; Wan 2.2 has one for high and one for low noise
 
 
 def transformers_of(pipeline: Any) -> list[Any]:
@@ -39,7 +39,7 @@ def is_of_diffusers(model: Any) -> bool:
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of a softmax or MHLA model, even if its class is from a checkpoint's source; None without one."""
+    """Return the family of a softmax or MHLA model, even if its class is from a checkpoint's source; else None."""
     if is_of_diffusers(model):
         return next((family for cls in type(model).__mro__ if (family := transformer_family(cls)) is not None), None)
     config = getattr(model, "config", None)
@@ -56,7 +56,7 @@ def keep_new_images(
     transformer: Any, output: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
     """Drop the tokens of images to edit from the output [B, T, C] of a transformer, as its pipeline does."""
-    transformer = getattr(transformer, "_orig_mod", transformer)  # of one that `torch.compile` returned
+    transformer = getattr(transformer, "_orig_mod", transformer)  # what `torch.compile` has wrapped
     family = family_of(transformer)
     if not isinstance(family, DiffusionFamily) or not family.kind.positions:
         return output

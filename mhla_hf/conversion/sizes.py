@@ -17,7 +17,7 @@ from .transformers_models import convert_transformers_model
 
 
 class LayerSizes(NamedTuple):
-    """The size of one layer's cache: bytes per token with softmax in all KV heads, and of the state with MHLA in all."""
+    """Sizes of a layer's cache: `token_bytes` per token with softmax in all KV heads, `state_bytes` with MHLA in all."""
 
     num_kv_heads: int
     token_bytes: int
@@ -74,7 +74,7 @@ def sizes_of_conversion(model: Any, settings: MHLASettings) -> dict[int, LayerSi
 
 
 def softmax_bytes(model: Any, tokens: int) -> list[int]:
-    """Compute the bytes of each layer's cache after `tokens` tokens, of a softmax model on the meta device."""
+    """Compute the bytes of each layer's cache after `tokens` tokens, for a softmax model on the meta device."""
     message = f"model: got {model.config.model_type!r}, expected one whose cache can be counted without weights"
     with wrap_errors(message):
         layers = run_one_token(model).layers
@@ -89,9 +89,9 @@ def softmax_bytes(model: Any, tokens: int) -> list[int]:
 
 
 def mhla_bytes(student: Any, tokens: int, share: float | None = None) -> dict[int, int]:
-    """Compute the bytes of each MHLA layer's cache after `tokens` tokens, of a converted model on the meta device.
+    """Compute the bytes of each MHLA layer's cache after `tokens` tokens, for a converted model on the meta device.
 
-    `share` is the part of the KV heads that keeps softmax (default: as the model has it).
+    `share` is the share of a layer's KV heads that keeps softmax (default: each layer's own).
     """
     sizes = {}
     for index, layer in sizes_of_layers(student).items():

@@ -1,4 +1,4 @@
-"""Steps that all conversions share: undoing what fails, resolving the settings, and matching new weights to a layer."""
+"""Steps that all conversions share: undoing a failed one, resolving and checking arguments, placing new weights."""
 
 import contextlib
 import copy
@@ -57,9 +57,9 @@ class Requested(NamedTuple):
     overrides: Mapping[str, Any] = MappingProxyType({})
 
     def resolve(self, defaults: MHLASettings) -> MHLASettings:
-        """Return `settings`, or else `defaults`, with fields replaced by `overrides` and, unless it is None, by `layers`.
+        """Return `settings` or else `defaults`, with `overrides` and `layers` applied. Raise TypeError for unknown fields.
 
-        In a sequence, one of `mixing_form` turns off `windowed`, with which there is no matrix, unless that is given, too.
+        Windowed attention has no mixing matrix: for sequences, `mixing_form` turns `windowed` off unless both are given.
         """
         settings = defaults if self.settings is None else self.settings
         if not isinstance(settings, MHLASettings):
@@ -91,7 +91,7 @@ def is_number(text: str) -> bool:
 
 
 def parse_share(keep: float | int | str, total: int) -> int | None:
-    """Convert a share up to 1.0, a percentage, or a number to a number out of `total`; a result may be above `total`.
+    """Convert a share (0.0 to 1.0), percentage, or number to a number out of `total`; the last two can exceed it.
 
     Return None if `keep` is none of these.
     """
@@ -112,12 +112,12 @@ def row_length(source: Any, longest: int, settings: MHLASettings | None) -> int:
         shortest = (settings.window + 1) * settings.block_size + 1
         if longest < shortest:
             got = f"{settings.window} with block_size {settings.block_size}"
-            expected = f"a window and one block of less than the {longest} tokens of a row"
+            expected = f"(window + 1) * block_size below the {longest} tokens of a row"
             raise ValueError(f"window: got {got}, expected {expected}.")
     if not isinstance(source, TokenRing):
         return longest
     if (num_tokens := len(source.tokens)) < 6 * shortest:
-        expected = f"at least {6 * shortest}: 6 rows of more than {shortest - 1}, the window and one block"
+        expected = f"at least {6 * shortest}: 6 rows of more tokens than the {shortest - 1} of a window and a block"
         raise ValueError(f"text: got {num_tokens} tokens, expected {expected}.")
     return min(longest, num_tokens // 6)
 
@@ -140,7 +140,7 @@ def leave_inference_mode(model: torch.nn.Module) -> None:
 
 
 def check_learning(model: Any, effort: Any, seed: Any) -> None:
-    """Raise ValueError if `effort` or `seed` of `convert` are not valid, or a model has no weights to learn from."""
+    """Raise ValueError if `effort` or `seed` of `convert` is not valid, or if the model is on the meta device."""
     if isinstance(model, torch.nn.Module) and all(x.is_meta for x in model.parameters()):
         raise ValueError(f"model: got {type(model).__name__} on the meta device, expected one with weights.")
     if not is_whole(seed, 0, MAX_SEED):

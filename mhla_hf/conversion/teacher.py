@@ -135,10 +135,10 @@ def softmax_instead(model: Any, observe: Callable[..., None] | None = None) -> A
 def log_probabilities(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
     """Compute a language model's log-probabilities of the next token, fp32 [B, N or T, vocabulary], for ids without padding.
 
-    They are those at N `positions` (None: all T); a model with `logits_to_keep` computes no others. It is in eval mode.
+    `positions` selects N of T (default: all); if forward has `logits_to_keep`, no other logits are computed. Eval mode only.
     """
     if model.training:
-        raise ValueError("model: got one in training mode, expected model.eval().")
+        raise ValueError("model: got a model in training mode, expected eval mode; call model.eval().")
     options = {}
     if positions is not None:
         positions = positions.to(model.device)
@@ -159,7 +159,7 @@ def mean_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 def kl_to_teacher(model: Any, batches: Sequence[torch.Tensor]) -> float:
     """Measure the KL of a converted language model's predictions to those of its softmax original, in nats per token.
 
-    The original is this model with softmax in its MHLA layers, so this holds only if nothing but `mhla.*` was trained.
+    The original is this model with softmax in its MHLA layers, so the result is valid only if just `mhla.*` was trained.
 
     Args:
         model: A converted causal language model in eval mode.

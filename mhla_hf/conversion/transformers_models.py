@@ -76,7 +76,7 @@ def checked_settings(model: Any, family: Family, requested: Requested) -> MHLASe
     remaining_layers, remaining_heads = list(mhla_layers), dict(settings.softmax_heads or {})
     for layer, heads in (settings.softmax_heads or {}).items():
         if int(layer) not in mhla_layers:
-            raise ValueError(f"softmax_heads: got layer {layer}, expected some of the MHLA layers {list(mhla_layers)}.")
+            raise ValueError(f"softmax_heads: got layer {layer}, expected one of the MHLA layers {list(mhla_layers)}.")
         num_kv_heads = attention_sizes(attentions[int(layer)], config)["num_kv_heads"]
         if heads[-1] >= num_kv_heads:
             expected = f"0 to {num_kv_heads - 1}"
@@ -85,7 +85,7 @@ def checked_settings(model: Any, family: Family, requested: Requested) -> MHLASe
             remaining_layers.remove(int(layer))
             del remaining_heads[layer]
     if not remaining_layers:
-        raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected fewer.")
+        raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected one left for MHLA.")
     num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
     return replace(settings, layers=remaining_layers, softmax_heads=remaining_heads, num_blocks=num_blocks)
 
@@ -141,7 +141,7 @@ def convert_in_place(model: Any, family: Family, settings: MHLASettings) -> Any:
 
 
 def restore_softmax(attention: Any, config: Any) -> None:
-    """Turn the attention module of an MHLA layer into that of the base again, and delete its MHLA weights, in place."""
+    """Turn an MHLA attention module into the base's softmax attention again, and delete its MHLA weights, in place."""
     change_class(attention, type(attention).__bases__[1])
     attention.config = config
     del attention.mhla
@@ -175,7 +175,7 @@ def family_to_convert(model_type: str) -> Family:
 def choose_convertible(
     settings: MHLASettings, config: Any, attentions: dict[int, Any], both_ways: bool
 ) -> list[int] | tuple[int, ...]:
-    """Choose the layers to convert among those that MHLA can replace; with "2/3", every third of these stays softmax."""
+    """Choose layers to convert, of those that MHLA can replace ("2/3" skips every third). Raise ValueError if none can."""
     checked = {index: reason_to_keep_softmax(attention, config, both_ways) for index, attention in attentions.items()}
     reasons = {index: reason for index, reason in checked.items() if reason}
     convertible = [index for index in sorted(attentions) if index not in reasons]

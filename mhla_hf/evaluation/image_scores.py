@@ -22,7 +22,7 @@ from ..checkpoints.values import checked, checked_field
 
 INCEPTION = "Inception"
 INCEPTION_SHA256 = "6726825d"  # first digits, as in the name of torch-fidelity's file; the network of 2015
-# Metric -> its name if the features are not Inception's.
+# Metric -> its name unless the features are from Inception with FID's published weights.
 OTHER_NAMES = {"FID": "Fréchet distance", "sFID": "spatial Fréchet distance", "IS": "classifier score"}
 
 
@@ -40,11 +40,11 @@ class Extractor:
 
     name: str
     function: Callable
-    version: str = checked_field(bool, "a text that changes when what it computes does")
+    version: str = checked_field(bool, "a text that identifies the function and its weights")
     genuine: bool = False
 
     def label(self, metric: str) -> str:
-        """Return a metric's name in tables, a generic one without FID's published weights."""
+        """Return a metric's name in tables: if not `genuine`, a generic one with the name of the extractor."""
         return metric if self.genuine else f"{OTHER_NAMES.get(metric, metric)} ({self.name})"
 
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -118,7 +118,7 @@ def frechet_distance(sample: Moments, reference: Moments) -> float:
     """Return |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), the Fréchet distance for means m and covariances C."""
     values, vectors = torch.linalg.eigh(sample.covariance)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    # C1 C2 and C1^(1/2) C2 C1^(1/2) have the same eigenvalues, and the latter is symmetric.
+    # C1 C2 and C1^(1/2) C2 C1^(1/2) have the same eigenvalues, and the second is symmetric.
     overlap = torch.linalg.eigvalsh(root @ reference.covariance @ root).clamp(min=0).sqrt().sum()
     distance = (sample.mean - reference.mean).square().sum() + sample.covariance.trace() + reference.covariance.trace()
     return max(0.0, (distance - 2 * overlap).item())
@@ -143,9 +143,9 @@ def precision_recall(
 ) -> tuple[float, float]:
     """Return precision and recall (arXiv 1904.06991) of `sample` features [N, D] against those of a `reference` [R, D].
 
-    A reference covers a point that is no farther from it than its `neighbors`-th nearest other reference. Precision is the
-    fraction of samples that are covered; for recall, samples and references change places. `chunk` points are compared
-    at once.
+    A reference point covers all points up to the distance of its `neighbors`-th nearest other reference point. Precision is
+    the fraction of samples that are covered; for recall, samples and references change places. Distances are computed for
+    `chunk` points at once.
     """
     if min(len(sample), len(reference)) <= neighbors:
         got = f"{len(sample)} samples, {len(reference)} references"

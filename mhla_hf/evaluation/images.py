@@ -30,7 +30,7 @@ from .subjects import VERSION, PipelineJudge, Sample, Subject, find_subjects, jo
 # Metric -> the features from which it is computed.
 FEATURES = {"FID": "features", "sFID": "spatial", "IS": "logits", "precision": "features", "recall": "features"}
 METRICS = (*FEATURES, "CLIP score")
-DISTANCES = {"FID", "sFID"}  # metrics of which lower is better
+DISTANCES = {"FID", "sFID"}  # metrics for which lower is better
 REFERENCE_METRICS = {*DISTANCES, "precision", "recall"}  # metrics that compare with a reference
 CHUNK = 1000  # images per file in the cache of features
 MOMENTS = {"features": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # names in ADM's .npz files
@@ -55,7 +55,7 @@ class ImageProtocol:
 
     def validate_conditions(self) -> None:
         if self.classes is not None and self.prompts is not None:
-            raise ValueError(f"prompts: got {self.prompts!r} and {self.classes} classes, expected one of the two.")
+            raise ValueError(f"prompts: got {self.prompts!r} with classes={self.classes}, expected prompts or classes.")
 
 
 def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
@@ -145,7 +145,7 @@ class _Judge(PipelineJudge):
                     return None, moments
                 images = file["arr_0"] if "arr_0" in file.files else ()
         if not len(images):
-            raise ValueError(f"reference: got {str(path)!r} without images, expected some for {self.extractor.name!r}.")
+            raise ValueError(f"reference: got no images in {str(path)!r}, expected some for {self.extractor.name!r}.")
         cache = Path(self.protocol.samples) / f"reference-{hash_json(self.content)}"
         features = self._features(images, cache, "reference") or {}
         computed_moments = {name: Moments.of(features[name]) for name in MOMENTS if name in features}
@@ -237,7 +237,7 @@ def judge_classifiers(models: object, args: Any) -> dict[str, Results]:
         started = time.perf_counter()
         model, own_processor = subject.load(load_classifier)
         if (used_processor := processor or own_processor) is None:
-            raise ValueError(f"settings: processor: got None, expected one for the loaded model {subject.name!r}.")
+            raise ValueError(f"settings: processor: got None, expected an image processor for {subject.name!r}.")
         bar = subject.name if args.progress else None
         accuracy = top1_accuracy(model, images.renumber_for(model.config), used_processor, args.batch_size, bar)
         scores = {"acc": (accuracy, image_scores.fraction_error(accuracy, count), True, count)}

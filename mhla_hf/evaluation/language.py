@@ -51,7 +51,7 @@ MIN_LENGTH = 128
 class LanguageProtocol:
     """Settings of a recipe of kind "language"; all but `lengths` are for recall.
 
-    `lengths`, of tasks that are generated (recall, and lm-eval's RULER), count tokens of text, question and answer together.
+    `lengths` are for generated tasks (recall, and lm-eval's RULER), in tokens of text, question and answer together.
     """
 
     lengths: int | list[int] = dataclasses.field(default_factory=list)
@@ -64,7 +64,7 @@ class LanguageProtocol:
         if min(self.lengths, default=MIN_LENGTH) < MIN_LENGTH:
             raise ValueError(f"lengths: got {self.lengths}, expected whole numbers of at least {MIN_LENGTH}.")
         if not 2 <= len(set(self.depths)) <= len(OBJECTS) or min(self.depths) < 0 or max(self.depths) > 100:
-            raise ValueError(f"depths: got {self.depths}, expected 2 to {len(OBJECTS)} numbers from 0 to 100.")
+            raise ValueError(f"depths: got {self.depths}, expected 2 to {len(OBJECTS)} percentages from 0 to 100.")
 
 
 class Requested(NamedTuple):
@@ -72,7 +72,7 @@ class Requested(NamedTuple):
 
     name: str
     loaded: dict
-    # Task, or group with a score -> (hash, examples in the prompt). The hash of a group is that of its tasks' hashes.
+    # Task, or group with a score -> (hash, examples in the prompt). A group's hash is computed from its tasks' hashes.
     scored: dict[str, tuple[str, int]]
 
 
@@ -81,7 +81,7 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
     protocol: Any = read_settings(LanguageProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)
     if args.tokenizer is None and (loaded := [subject.name for subject in subjects if subject.loaded]):
-        raise ValueError(f"tokenizer: got None, expected one for the loaded model {loaded[0]!r}.")
+        raise ValueError(f"tokenizer: got None, expected the tokenizer of the loaded model {loaded[0]!r}.")
     with quiet_harness(args.progress):
         requested = _load_requested_tasks(protocol, subjects[0], args)
     seed = ",".join(map(str, HARNESS_SEEDS)) if args.seed is None else args.seed  # as it is recorded
@@ -128,8 +128,8 @@ def load_tasks(
 ) -> list[Requested]:  # fmt: skip
     """Load tasks, groups or tags by name or pattern, or by a dict from these to the number of examples in the prompt.
 
-    `num_fewshot` is for all tasks but those that require 0. `metadata` are arguments of tasks that generate their data. For
-    `data_files` see `evaluate`.
+    `num_fewshot` overrides these numbers, except in tasks that require 0. `metadata` are arguments of tasks that generate
+    their data. For `data_files` see `evaluate`.
     """
     names = names if isinstance(names, dict) else dict.fromkeys(names)
     paths = [*map(str, include_path)]
@@ -155,7 +155,7 @@ def load_tasks(
 
 
 def read_from_files(index: dict[str, Any], folder: str | Path) -> set[str]:
-    """Make tasks that have a file in `folder` (`data_files` of `evaluate`) read it, not the Hub; return their names."""
+    """Change `index` in place so that tasks with a file in `folder` read it instead of the Hub; return their names."""
     files = sorted(Path(folder).iterdir(), reverse=True)  # NAME.jsonl is taken before NAME.jsonl.gz
     path_by_name = {file.name.removesuffix(".gz"): str(file.resolve()) for file in files}
     filed = {name for name, entry in index.items() if f"{name}.jsonl" in path_by_name and entry.yaml_path}
@@ -171,7 +171,7 @@ def read_from_files(index: dict[str, Any], folder: str | Path) -> set[str]:
 
 
 def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: set[str] | None) -> Requested:
-    """Load the tasks of one name. All must be in `filed`, the tasks that read files, unless it is None."""
+    """Load the tasks of one name. Unless `filed` (tasks that read local files) is None, all must be in it."""
     random.seed(HARNESS_SEEDS[0])  # RULER generates its questions while it loads, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
     scored: dict[str, tuple[str, int]] = {}
@@ -196,7 +196,7 @@ def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: 
 def task_hash(task: Any) -> str:
     """Hash a task's settings, except `UNHASHED_SETTINGS`, and its documents."""
 
-    def as_text(value: Any) -> str:  # of functions, lm-eval replaces by their source only those that are in no mapping
+    def as_text(value: Any) -> str:  # lm-eval replaces functions by their source, but not inside mappings
         return inspect.getsource(value) if inspect.isfunction(value) else str(value)
 
     settings = {key: value for key, value in task.dump_config().items() if key not in UNHASHED_SETTINGS}
@@ -207,7 +207,7 @@ def task_hash(task: Any) -> str:
 
 
 def _judge(subject: Subject, missing: Sequence[Requested], state: Any, seed: int | str, longest: int) -> None:
-    """Run `missing` tasks on one model, whose context must hold `longest` tokens, and store the records after each."""
+    """Run `missing` tasks on one model, whose context must hold `longest` tokens; store the records after each task."""
     args = subject.args
     accelerator = Accelerator(cpu=not torch.accelerator.is_available()) if state.num_processes > 1 else None
     model, own_tokenizer = subject.load(load_language_model, args.device or (accelerator and str(accelerator.device)))

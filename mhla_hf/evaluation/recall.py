@@ -1,6 +1,6 @@
 """Generate texts of any length with facts in them, and questions about the facts, as tasks for lm-eval.
 
-A fact is a line among those of a text or of filler: a code ("The code of the anchor is 4821.") or a lookup ("- method
+A fact is a line inserted into a text or filler: a code ("The code of the anchor is 4821.") or a lookup ("- method
 string"). Only attention to this line can answer a question about it. There are three tasks for each length:
 `codes_recall_<tokens>` ranks the codes in the text, `codes_generation_<tokens>` has the model write the code, and in
 `lookups_recall_<tokens>` the right value must be the likeliest token. The metric `acc_back_256` is the accuracy for facts

@@ -77,9 +77,9 @@ class Results(list[Result]):
         raise ValueError(f"{path}: got format_version {version!r}, expected {FORMAT_VERSION}.")
 
     def merge(self, new: Sequence[Result], keep_other_sample_counts: bool = False) -> "Results":
-        """Add records in place, and sort. They replace old ones of the same task, metric, shots, and limit.
+        """Add records in place, and sort. New records replace old ones of the same task, metric, shots, and limit.
 
-        With `keep_other_sample_counts`, only those of as many samples: a score on 50,000 images stays beside one on 1,000.
+        With `keep_other_sample_counts`, old records with other numbers of samples stay, such as 50,000 images beside 1,000.
         """
         fields = 5 if keep_other_sample_counts else 4
         replaced = {record.identity[:fields] for record in new}
@@ -92,7 +92,7 @@ class Results(list[Result]):
         return Results(record for record in self if fields.items() <= vars(record).items())
 
     def find(self, task: str, metric: str, limit: float | None = None) -> Result | None:
-        """Return the record of a metric at `limit` (None: the whole task) with the most samples, or None without one."""
+        """Return the record of a metric at `limit` (None: the whole task) with the most samples; None if there is none."""
         return max(self.where(task=task, metric=metric, limit=limit), key=lambda record: record.samples, default=None)
 
     def write(self, path: str | Path) -> Path:

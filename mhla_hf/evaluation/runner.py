@@ -27,7 +27,7 @@ JUDGES = {
     "speed": (".speed", "judge_speed"),
 }
 LANGUAGE_ONLY = ("tokenizer", "include_path", "data_files", "num_fewshot", "max_length")
-UNUSED = {"language": (), "speed": (*LANGUAGE_ONLY, "limit")}  # arguments without effect; `LANGUAGE_ONLY` by default
+UNUSED = {"language": (), "speed": (*LANGUAGE_ONLY, "limit")}  # refused arguments; `LANGUAGE_ONLY` for all other kinds
 
 
 @checked
@@ -48,7 +48,7 @@ class ScoreRecipe:
 
     def validate_tasks(self) -> None:
         if not self.tasks or min(shots or 0 for shots in self.tasks.values()) < 0:
-            raise ValueError(f"tasks: got {self.tasks!r}, expected names, or names with numbers of examples.")
+            raise ValueError(f"tasks: got {self.tasks!r}, expected names, each with None or a number of examples.")
 
     def with_settings(self, settings: Mapping[str, Any]) -> "ScoreRecipe":
         """Return a copy with some settings replaced; "sampling.height" is the key "height" of the setting "sampling"."""
@@ -139,11 +139,11 @@ def evaluate(
         include_path: Folder, or list of folders, with further lm-eval tasks.
         data_files: Folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
             for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
-        num_fewshot: Number of examples in the prompt; None means that of the recipe or the task. Tasks that demand 0 always
+        num_fewshot: Number of examples in the prompt; None means the recipe's or the task's own. Tasks that demand 0 always
             get 0.
         limit: Number of documents, images or prompts, or a fraction below 1 of an lm-eval task, for a quick test.
         batch_size: Number of documents or images per batch; "auto" lets lm-eval choose, for language models.
-        seed: Random seed; None means lm-eval's own seeds, and 0 for sampling.
+        seed: Random seed; None means lm-eval's own seeds for its tasks, and 0 for all others.
         dtype: Dtype of the parameters: "auto" (the checkpoint's; float32 for pipelines), "float32", "bfloat16", "float16".
         device: Where saved models run; None means CUDA if available.
         max_length: Longest context of a language model, in tokens; None means the one in its configuration.

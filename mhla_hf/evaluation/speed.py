@@ -1,4 +1,4 @@
-"""Time language models, which take turns, by context length, and count the bytes of their caches ("speed")."""
+"""Time language models in turns at each context length, and count the bytes of their caches (recipes of kind "speed")."""
 
 import contextlib
 import time
@@ -32,7 +32,7 @@ class SpeedProtocol:
 
 
 def judge_speed(models: object, args: Any) -> dict[str, Results]:
-    """Time language models, unless the times of exactly these models are known."""
+    """Time language models, unless results of timing exactly these models together are known."""
     protocol: Any = read_settings(SpeedProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)
     args.command = args.command or format_command(subjects)

@@ -143,7 +143,7 @@ def _make_subject(name: str, model: Any, args: Any, pipeline: bool) -> Subject:
         target /= f"{name.replace('/', '--')}.json"
     if isinstance(model, (str, Path)):
         if not pipeline and (Path(model) / PIPELINE_INDEX).is_file():
-            raise ValueError(f"models: got the pipeline {str(model)!r}, expected a recipe for images or videos.")
+            raise ValueError(f"models: got the pipeline {str(model)!r}, expected a model, or a recipe for pipelines.")
         source = resolve_model_name(model, pipeline=pipeline)
         if isinstance(source, Path):
             fingerprint = fingerprint_folder(source)
@@ -211,12 +211,12 @@ def seed_of_sample(seed: int, index: int) -> int:
 
 
 class PipelineJudge:
-    """Scores one pipeline on `task`. All processes must create it, and call `run`. Subclasses define its attributes."""
+    """Scores one pipeline on `task`; subclasses set the attributes below. All processes must create it, and call `run`."""
 
     noun: str  # what the samples are
     output_type: str  # of the pipeline
     save: Any  # method that writes an output of the pipeline to a path
-    measure: Any  # method that generates the samples for a list of metrics, and stores their scores in the main process
+    measure: Any  # method that generates the samples for a list of metrics; in the main process, it stores the scores
     totals: tuple[str, ...] = ()  # metrics that are computed from others
 
     def __init__(self, subject: Subject, protocol: Any, state: Any, task: str, content: Sequence[Any]) -> None:

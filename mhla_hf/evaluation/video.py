@@ -107,14 +107,14 @@ class Bench:
         self.sha256 = hash_file(path)
 
     def run(self, source: str, *arguments: object) -> str:
-        """Run Python source without our PYTHON* variables, and return its stdout."""
+        """Run Python source without our PYTHON* variables, and return its stdout. Raise ValueError if it fails."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         command = [self.python, "-c", source, *map(str, arguments)]
         with tempfile.TemporaryDirectory(prefix="mhla_hf-vbench-") as folder:
             process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
         if process.returncode:
             message = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ValueError(f"settings: python: got {self.python!r}, expected one that can run vbench ({message}).")
+            raise ValueError(f"settings: python: got {self.python!r}, expected a Python that runs vbench ({message}).")
         return process.stdout
 
 
@@ -183,7 +183,7 @@ class _Judge(PipelineJudge):
         self.subject.store_scores(self.task, scores, self.hash, time.perf_counter(), self.device)
 
     def save(self, output: Any, path: Path) -> None:
-        """Save frames, [frames, height, width, 3] from 0 to 1 or PIL images, as MP4 (H.264) to any `path`."""
+        """Save frames ([frames, height, width, 3] from 0 to 1, or PIL images) as MP4 (H.264), with any suffix of `path`."""
         with require_extra("a video", "diffusers, imageio or imageio-ffmpeg", "videos"):
             import imageio  # noqa: F401, without it diffusers takes OpenCV
             import imageio_ffmpeg  # noqa: F401

@@ -157,7 +157,7 @@ def render_card(facts: Facts, curve_file: str | None = None) -> str:
         for section in facts_module.SECTIONS
     }
     template = Environment(undefined=StrictUndefined).from_string(TEMPLATE.read_text(encoding="utf-8"))
-    with wrap_errors("card: got records that lack what it shows, expected those that mhla_hf writes"):
+    with wrap_errors("card: got records without values that a card shows, expected records as mhla_hf writes them"):
         text = template.render(
             card_data=metadata.to_yaml(),
             facts=facts,

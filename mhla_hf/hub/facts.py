@@ -36,7 +36,7 @@ GENERATION_TASKS = re.compile(
     r"_(generation|gsm8k|ifeval|humaneval|mbpp|triviaqa|nq_open|coqa|drop|qasper|longbench|gov_report|samsum|qmsum"
     r"|multi_news|truthfulqa_gen|wmt)\d*_"
 )
-KINDS = {  # kind of model -> (class that loads it, the Hub's name of its task, or None for that of its family)
+KINDS = {  # kind of model -> (class that loads it, the Hub's name of its task, or None if its family states that)
     "language": ("AutoModelForCausalLM", "text-generation"),
     "sequences": ("AutoModelForSequenceClassification", "text-classification"),
     "tokens": ("AutoModelForTokenClassification", "token-classification"),
@@ -146,7 +146,7 @@ def _count_layers(config: dict[str, Any]) -> int | None:
 
 
 def measure(folder: PathLike, compared: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
-    """Return the facts of a saved and evaluated model that results/NAME.json stores; for `weights` see `read_records`.
+    """Return the content of results/NAME.json for a saved and evaluated model; for `weights` see `read_records`.
 
     `compared` maps the labels of other models to their records.
     """
@@ -177,9 +177,9 @@ def make_facts(measured: dict[str, Any], person: Person) -> Facts:
 
 
 def collect_speed(columns: Mapping[str, Iterable[Result]]) -> dict[str, Any] | None:
-    """Return the times and cache sizes of "softmax" and "mhla" from their records, or None unless timed together.
+    """Return the times and cache sizes of "softmax" and "mhla", or None if they were not timed together (`judge_speed`).
 
-    "tables" is {metric: {length: {attention: value}}}; the other items are those fields of a record that cards state.
+    "tables" is {metric: {length: {attention: value}}}; the other items are fields of one of the records.
     """
     timed = {attention: [r for r in records if r.task == SPEED] for attention, records in columns.items()}
     hashes = {record.task_hash for record in timed["mhla"]}
@@ -195,10 +195,10 @@ def collect_speed(columns: Mapping[str, Iterable[Result]]) -> dict[str, Any] | N
 
 
 def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]:
-    """Return the score records in a model's folder, as dicts; with `weights`, they must be of the weights in it."""
+    """Return the score records in a model's folder. Raise ValueError without any or, with `weights`, for other weights."""
     records = Results.read(folder)
     if not records:
-        expected = "one, such as an evaluation with the recipe 'recall' writes"
+        expected = "one; evaluate the model, for example with the recipe 'recall'"
         raise ValueError(f"{folder}: got no results.json with scores, expected {expected}.")
     of_files = [record for record in records if weights and record.fingerprint.startswith("files:")]
     fingerprint = fingerprint_folder(folder) if of_files else None
@@ -230,7 +230,7 @@ def find_license(
 ) -> dict[str, str | None]:  # fmt: skip
     """Return the license, its name, and its link, as the teacher's README.md or else the base model's card states them.
 
-    Without such a card, return the arguments. Raise ValueError if `license` differs from the card's, or is None without one.
+    If no card states a license, return the arguments. Raise ValueError if `license` differs from the card's, or none exists.
     """
     terms = {"license": license, "license_name": license_name, "license_link": license_link}
     own_card = Path(teacher, CARD_FILE) if teacher and Path(teacher, CARD_FILE).is_file() else None

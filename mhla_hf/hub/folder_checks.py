@@ -43,7 +43,7 @@ def stage_folder(
     """Copy a model's files to the new folder `staging` (weights as links), check them there, and return what is left out.
 
     If there is no card, one is written from `person`. `draft` accepts a converted language model without scores for recall
-    and generation. Paths that are left out are relative to `folder`.
+    and generation. Paths that are left out are relative to `folder`. Raise ValueError if a check fails.
     """
     folder, staging = Path(folder), Path(staging)
     if not folder.is_dir():
@@ -53,7 +53,7 @@ def stage_folder(
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{file}: got a folder or a link to elsewhere, expected a file in the model's folder.")
     if not any(file.suffix == ".safetensors" for file in files):
-        raise ValueError(f"{folder}: got no .safetensors file of a model, expected one without variant in its name.")
+        raise ValueError(f"{folder}: got no .safetensors file without a variant in its name, expected at least one.")
     check_writable(staging, "folder", sum(file.stat().st_size for file in files if file.suffix != ".safetensors"))
     shared = {*files, *(parent for file in files for parent in file.parents)}
     entries = {entry for parent in {file.parent for file in files} for entry in parent.iterdir()}
@@ -80,12 +80,12 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
     """Run all checks on the staged copy, shorten local paths in its records, and write its card."""
     kind, _, config = read_model(folder)
     for source in folder.rglob("*.py"):
-        with wrap_errors(f"{source}: got unknown code, expected the source of a model"):
+        with wrap_errors(f"{source}: got unknown code, expected the source that mhla_hf saves"):
             text = source.read_text(encoding="utf-8")
             current = build_bundle(check_bundle(text)["entry"])
         if current != text:  # the hash in the header proves nothing, since anybody can compute a new one
             got = "source of another version of mhla_hf, or changed source"
-            raise ValueError(f"{source}: got {got}, expected that of this one; load the model and save it again.")
+            raise ValueError(f"{source}: got {got}, expected this version's; load the model and save it again.")
     for file in (file for file in folder.rglob("*.json") if file.name in save.CONFIG_FILES):
         _check_code_names(file)
     for path, content in save.read_sentence_files(folder).items():
@@ -105,7 +105,7 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
     _check_texts(folder)
     needs_scores = kind == "language" and config["model_type"] != "mhla" and not draft
     if needs_scores and (missing := list_unmeasured(Results.read(folder) if is_measured else [])):
-        expected = "it in the card: evaluate with the recipe recall and write the card again, or set draft"
+        expected = "scores in the card; evaluate with the recipe recall and write the card again, or set draft"
         raise ValueError(f"{folder}: got no result for {' and '.join(missing)}, expected {expected}.")
     check_isolated_load(folder, kind, dtype if kind == "pipeline" else "auto")
 

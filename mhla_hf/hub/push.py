@@ -169,7 +169,7 @@ def foresee_deletions(
         except (RepositoryNotFoundError, RevisionNotFoundError):
             continue
         except (HTTPError, OSError) as error:
-            logger.warning("push: which files of %s it would delete is not known (%s)", repo_id, summarize_error(error))
+            logger.warning("push: cannot tell which files of %s would be deleted (%s)", repo_id, summarize_error(error))
             break
     return ()
 
@@ -179,7 +179,7 @@ def list_files(folder: PathLike) -> list[Path]:
 
 
 def _describe_author(folder: Path, repo_id: str, license: str | None, base_model: str | None, dry_run: bool) -> Person:
-    """Return the author's part of the card of a model that has none yet."""
+    """Return the author's part for the first card of a model. Raise ValueError if the folder has a card."""
     if (folder / CARD_FILE).is_file():
         argument = "base_model" if license is None else "license"
         raise ValueError(f"{argument}: got a value, expected None, as {str(folder)!r} has a card.")

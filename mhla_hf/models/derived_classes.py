@@ -37,12 +37,12 @@ class AttentionSwap:
     function_name: str  # MHLA's attention function in transformers
     mixin: type  # first base of the MHLA attention classes
     find_attentions: Callable[[nn.Module], dict[int, Any]]  # from a model, by layer index
-    core_sizes: Callable[[Any, Any], dict[str, Any]]  # from attention and configuration: a core's other arguments
-    matrix_core: Any = None  # the core classes by `MHLASettings.core`; None for those that a source does not have
+    core_sizes: Callable[[Any, Any], dict[str, Any]]  # from attention and config: a core's arguments after settings
+    matrix_core: Any = None  # core classes by `MHLASettings.core`; None for one that a saved source lacks
     windowed_core: Any = None
-    prepare: Callable[..., Any] | None = None  # changes the arguments of the model without its head
+    prepare: Callable[..., Any] | None = None  # changes the arguments of the forward of the model without its head
     finish: Callable[[Any, MHLASettings], None] | None = None  # called when all layers are swapped
-    replaces_masks: bool = True  # select MHLA for a whole model without softmax, so that no T x T mask is built
+    replaces_masks: bool = True  # a model without softmax selects MHLA in its config, so that no T x T mask is built
 
 
 class MHLAConfigMixin:
@@ -71,7 +71,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         if not isinstance(config, self.config_class) or getattr(config, "mhla", None) is None:
             expected = f"{self.config_class.__name__} with `mhla`; use mhla_hf.convert(model) on a softmax model"
             raise ValueError(f"config: got {type(config).__name__}, expected {expected}.")
-        # The base looks classes up by that of its configuration, so it is built from a configuration of its own class.
+        # The base looks up classes by the class of its configuration, so build it from one of the base's own class.
         base_class = self.config_class.__bases__[1]
         base_config = base_class.__new__(base_class)
         vars(base_config).update(vars(config))
@@ -88,7 +88,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         attentions = swap.find_attentions(self)
         core_class = getattr(swap, f"{settings.core}_core")
         if core_class is None:
-            expected = f"{not settings.windowed}: the code of this {type(self).__name__} has no other form"
+            expected = f"{not settings.windowed}, the only form in the code of this {type(self).__name__}"
             raise ValueError(f"windowed: got {settings.windowed}, expected {expected}.")
         layers: Any = settings.layers
         for attention in (attentions[index] for index in layers):
@@ -96,7 +96,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
             swap_attention(attention, derived_class(type(attention), swap.mixin), core, swap.function_name)
         if swap.finish is not None:
             swap.finish(self, settings)
-        # Not all layers need to be MHLA, but all attention modules: a base may have layers without attention.
+        # Compare with the attention modules, not with all layers: a base may have layers without attention.
         if swap.replaces_masks and set(layers) == set(attentions) and not settings.softmax_heads:
             set_attention_function(config, swap.function_name)
         if swap.prepare is not None and (body := self.base_model) is not self:
@@ -111,7 +111,7 @@ _DERIVED: dict[type, Any] = {}  # base -> the one class derived from it
 
 
 def derived_class(base: type, mixin: type, **namespace: Any) -> Any:
-    """Return the one MHLA class of a base; pickle finds it by name in `converted.py`, or in the bundle."""
+    """Return the MHLA class of a base, made once; pickle finds it by name in `converted.py` or the saved source file."""
     if base not in _DERIVED:
         namespace["__module__"] = __name__.replace("derived_classes", "converted")
         _DERIVED[base] = type(f"MHLA{base.__name__}", (mixin, base), namespace)
@@ -145,7 +145,7 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
         "family": family,
         "swap": swap,
         "saved_classes": tuple(f"MHLA{name}" for name in base_classes(family)),
-        # transformers decides this by the source of the class's module, which is ours and not that of the base.
+        # transformers decides this by the source of the class's module, which is ours and not the base's.
         "_can_set_experts_implementation": classmethod(lambda cls: base._can_set_experts_implementation()),
     }
     if swap.prepare is not None:
@@ -155,7 +155,7 @@ def derived_model_class(family: Family, base: Any, swap: AttentionSwap) -> Any:
 
 @functools.cache
 def calls_interface(attention_class: Any) -> bool:
-    """Return whether the code of an attention class calls transformers' attention functions; otherwise it stays softmax."""
+    """Return whether an attention class uses `ALL_ATTENTION_FUNCTIONS`, so that it can become MHLA; others stay softmax."""
     forward: Any = inspect.unwrap(attention_class.forward)
     return any(forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS for name in forward.__code__.co_names)
 
@@ -210,7 +210,7 @@ def swap_attention(attention: Any, mhla_class: Any, core: nn.Module, function_na
 
 
 def find_derived_class(name: str, kinds: Iterable[tuple[tuple[Family, ...], AttentionSwap]]) -> Any:
-    """Find or make an MHLA class of these families by its name: the `__getattr__` of a module or a bundle."""
+    """Return the MHLA class of this name, for `__getattr__` of a module; raise AttributeError if no family has it."""
     base_name = name.removeprefix("MHLA")
     candidates = [(family, swap) for families, swap in kinds for family in families if name.startswith("MHLA")]
     for family, swap in candidates:

@@ -13,7 +13,7 @@ class AttentionKind:
     defaults: dict[str, Any]  # settings of a conversion (`MHLASettings`)
     entry: str = "models.converted"  # module that creates the MHLA classes
     auto_classes: tuple[str, ...] = ()  # of transformers, whose mappings name the classes that can be converted
-    sources: dict[str, str] = field(default_factory=dict)  # `MHLASettings.core` -> "module:function" of the bundle
+    sources: dict[str, str] = field(default_factory=dict)  # `MHLASettings.core` -> entry of `checkpoints/bundle.py`
     noun: str = ""  # name of a model in errors; models of diffusers are named by their class
     axes: int = 0  # of the grid of tokens; 0 for sequences
     linear: bool = False  # whether the attention is linear already, so that converting it loses nothing
@@ -23,12 +23,12 @@ class AttentionKind:
 class DiffusionKind(AttentionKind):
     """Describes a kind of attention of diffusers' transformers."""
 
-    latents: str = "channels frames height width"  # axes of the input after the batch; forward gets the sizes of others
+    latents: str = "channels frames height width"  # axes of the input after the batch; other sizes are arguments
     rotary: str = "pairs"  # form of the rotary embedding (`read_rotary`)
     head_norm: bool = False  # whether norms of q and k are by head, not over all channels
     joint: bool = False  # whether tokens of a text share one attention with those of the grid
     text_last: bool = False  # whether the text comes after the grid where both are in one sequence
-    positions: str = ""  # argument that tells the grid of latents that are tokens: "img_ids" or "img_shapes"
+    positions: str = ""  # argument that gives the grid if latents are tokens: "img_ids" or "img_shapes"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class DiffusionFamily(Family):
 
 
 WINDOWED: dict[str, Any] = {"layers": "2/3", "windowed": True}
-# Ends of the names of classes with a head: those that decoders and encoders of text share, and all.
+# Endings of the names of classes with a head: those of both text decoders and text encoders, then all.
 TEXT_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "ForImageClassification")
 AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))

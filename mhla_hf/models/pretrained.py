@@ -18,7 +18,7 @@ class MHLAPreTrainedMixin:
     source_entry = ""  # the module, or "module:function", whose code `checkpoints/bundle.py` saves with the checkpoint
     saved_classes: tuple[str, ...] = ()  # the model classes in that source, for Auto classes to load
     _keep_in_fp32_modules_strict = ["mixing"]
-    _can_compile_fullgraph = False  # as with a mixing matrix: a decode step reads the length of the cache on the host
+    _can_compile_fullgraph = False  # with a mixing matrix, a decode step reads the length of the cache on the host
 
     def initialize_weights(self: Any) -> None:
         """Initialize as transformers does, and MHLA modules by their `initial_values`; loaded parameters stay."""
@@ -30,7 +30,7 @@ class MHLAPreTrainedMixin:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as transformers does, and check its MHLA weights.
+        """Load a model as transformers does, check its MHLA weights, and freeze mixings that do not learn.
 
         Raises:
             ValueError: A file in a local folder is damaged, or an MHLA weight is not valid (NaN, negative mixing).
@@ -51,7 +51,7 @@ class MHLAPreTrainedMixin:
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
-        """Distribute as transformers does, and split the parameters of `mhla` where it splits projections by head."""
+        """Distribute as transformers does, and split the parameters of `mhla` where the projections are split by head."""
         if distributed_config is not None and distributed_config.tp_size > 1:
             rank = mesh_manager.get_mesh("tp").get_local_rank()
             model._tp_plan.update(split_heads(model, rank, distributed_config.tp_size))
@@ -82,9 +82,9 @@ HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "c
 
 
 def split_heads(model: Any, rank: int, size: int) -> dict[str, str]:
-    """Give process `rank` of `size` its heads in all layers whose projections are split by head.
+    """Set, in place, which heads keep softmax in process `rank` of `size`, where projections are split by head.
 
-    Returns the tensor-parallel plan for their parameters.
+    Return the tensor-parallel plan for the parameters of `mhla`. Raise ValueError if `size` does not divide the KV heads.
     """
     plan: dict[str, str] = {}
     for name, module in model.named_modules():

@@ -21,7 +21,7 @@ _SOURCE_MAKER: list[Callable[[str], tuple[str, str]]] = []
 
 
 def set_source_maker(maker: Callable[[str], tuple[str, str]]) -> None:
-    """Set the function that makes the name and text of a source file from an entry, "module" or "module:function"."""
+    """Register the function that returns a source file's name and text for an entry, "module" or "module:function"."""
     _SOURCE_MAKER[:] = [functools.cache(maker)]
 
 
@@ -57,6 +57,6 @@ def check_loaded_weights(model: Any) -> None:
             # Quantized values have a type of their own.
             is_plain = isinstance(value, torch.nn.Parameter) and type(value.data) is Tensor
             if is_plain and value.is_floating_point() and not value.is_meta and not torch.isfinite(value).all():
-                raise ValueError(f"{name}.{parameter}: got NaN or infinity in a damaged checkpoint, expected neither.")
+                raise ValueError(f"{name}.{parameter}: got NaN or infinity, expected finite values in a checkpoint.")
         if hasattr(module, "check_values"):
             module.check_values(name)

@@ -66,7 +66,7 @@ def without_padding(key_mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, 
 
 
 def padding_first(key_mask: Tensor | None, starts: Tensor | None) -> tuple[TokenMove, Tensor | None]:
-    """Return the move of all padding to the start of its row, where it takes up no positions, and the `starts` after it.
+    """Return the `TokenMove` of all padding to the start of its row, where it takes up no positions, and the new `starts`.
 
     Without a key_mask [B, T], no token moves.
     """
@@ -83,7 +83,7 @@ def check_no_gradients(core: nn.Module, *tensors: Tensor) -> None:
     """Refuse gradients through a cache that holds tokens: raise ValueError in training mode, warn in eval mode."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         expected = "torch.no_grad() or use_cache=False: no gradient flows through an MHLA cache"
-        message = f"past_key_values: got a cache that holds tokens, expected {expected}."
+        message = f"past_key_values: got a cache that holds tokens in a pass with gradients, expected {expected}."
         if core.training:
             raise ValueError(message)
         warnings.warn(message, stacklevel=3)
@@ -114,7 +114,7 @@ def mixing_options(settings: MHLASettings, num_heads: int) -> dict[str, Any]:
 
 
 def cached_mixing(cache: Any, mixing: Any, new_tokens: int, block_size: int) -> Tensor:
-    """Return the mixing [M, M] or [H, M, M] of enough blocks for `new_tokens` more; the cache keeps one without gradient."""
+    """Return a mixing matrix [M, M] or [H, M, M] for `new_tokens` more tokens; the cache keeps one that has no gradient."""
     needed = -(-(int(cache.seen_tokens) + new_tokens) // block_size)
     if torch.is_grad_enabled() and mixing.weight.requires_grad:
         return mixing(needed)
@@ -156,7 +156,7 @@ class MHLACore(nn.Module):
             self.gate = OutputGate(hidden_size, num_heads * value_dim)
 
     def parallel_plan(self, path: str) -> dict[str, str]:
-        """Return how tensor parallelism splits the parameters of this core, by its path in transformers' plans."""
+        """Return the entries for this core, a module at `path`, in the tensor-parallel plan of a model of transformers."""
         plan = {}
         for name, part in self.named_children():
             if name == "gate":

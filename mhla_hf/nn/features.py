@@ -15,7 +15,7 @@ MAX_EXPONENT = 6.0  # of the "exp" map
 
 
 def harmless_balance(kind: str, key_dim: int) -> float:
-    """Return the log of a multiplier of MHLA's weights beside a softmax that hardly changes its output.
+    """Return a balance, the log of a multiplier of MHLA's weights, so low that they hardly change a softmax beside them.
 
     Features of real keys saturate, so a far part does harm until it has learned. The products of features are taken to be
     about 1 for maps that sum to one, and K for the others.

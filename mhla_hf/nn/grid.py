@@ -1,6 +1,6 @@
 """The MHLA core of image and video layers, over tokens on a grid, and its mixing matrix.
 
-The model fixes the number of blocks, and the input the size of the grid. An axis with fewer tokens than blocks gets one
+The model determines the number of blocks, the input the size of the grid. An axis with fewer tokens than blocks gets one
 block per token, and the matrix is averaged down to these blocks.
 """
 

@@ -11,7 +11,7 @@ class HeadSplit:
     """Splits tensors into the KV heads of a layer that keep softmax and those that are MHLA, and joins them again.
 
     Query heads go with the KV head that they read. `counts` are the numbers of KV heads that keep softmax (key True) and
-    that are MHLA (key False). Tensors are sliced rather than indexed: no index moves to a device, and a run is a view.
+    that are MHLA (key False). Tensors are sliced by runs of adjacent heads instead of indexed: no index moves to a device.
     """
 
     def __init__(self, softmax_heads: Sequence[int], num_kv_heads: int):

@@ -5,7 +5,7 @@ under one normalizer. With scores z_ts = <q_t, k_s> / sqrt(K), features phi, and
 
     o_t = (sum_near e^z_ts v_s + e^b sum_far m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s) / (the same with 1 for v_s)
 
-A query of the text reads all tokens by softmax. There may be several grids, such as an image and those that it edits; block
+A query of the text reads all tokens by softmax. There may be several grids, such as a new image and its source images; block
 m has the tokens of block m of every grid.
 """
 
@@ -56,7 +56,7 @@ def softmax_beside_key(
     The last channel of q [B, T, H, K + 1] is z' * sqrt(K); the mask is [B, 1, 1, at most S]. With weights
     e^z / (sum e^z + e^z'), returns the sum of weight * value over S keys [B, T, H, V], the sum of their weights, and the
     weight of the additional key, both [B, T, H, 1]. To merge other values, whose weights have the sum e^z', a caller adds
-    their mean times the weight of the additional key. A logsumexp would do, too, but that of fused kernels has no gradient;
+    their mean times the weight of the additional key. A logsumexp would do, too, but fused kernels give it no gradient;
     these weights have one, as further columns of v. What underflows, also in fp16, is negligible beside the rest.
     """
     num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
@@ -114,7 +114,7 @@ class JointMixing(GridMixing):
 
 
 class JointMHLA(MHLACore):
-    """Attention of the tokens of a text and of a grid, with MHLA among those of the grid.
+    """Attention over a text and a grid; the tokens of the grid read each other by MHLA.
 
     `settings.layout` is required; see `MHLACore` for the arguments. Initially, the balance is so small that the softmax part
     dominates in a converted layer.
@@ -190,7 +190,7 @@ class JointMHLA(MHLACore):
     def attend_near(
         self, q: Tensor, k: Tensor, v: Tensor, text: TextTokens, blocks: Blocks, softmax: SoftmaxFunction
     ) -> tuple[Tensor, ...]:
-        """Compute the softmax part of the queries of the grid, as `softmax_beside_key` does."""
+        """Return the three tensors of `softmax_beside_key` for the queries of the grid."""
         if not self.settings.windowed:
             return softmax_beside_key(q, text.k, text.v, text.mask, softmax)
         order = torch.argsort(blocks.index(q.device), stable=True)

@@ -19,8 +19,8 @@ class SalientCore(nn.Module):
     """Causal softmax over a window, sinks, and the tokens of the past that each KV head attended to most; no parameters.
 
     Attributes:
-        heads: The `HeadSplit` of a layer in which some KV heads keep all tokens, else None. With it, `forward` gets the
-            others only.
+        heads: The `HeadSplit` of a layer in which some KV heads keep softmax over all tokens, else None. With a `HeadSplit`,
+            `forward` gets the other heads only.
     """
 
     causal = True
@@ -76,7 +76,7 @@ class SalientCore(nn.Module):
 
     @torch.no_grad()
     def remember(self, q: Tensor, k: Tensor, v: Tensor, cache: Any) -> None:
-        """Put tokens, and their votes, into an empty cache; q, k, and v are those of the MHLA heads."""
+        """Fill an empty cache with tokens and their votes, without attending; q, k, and v have the MHLA heads only."""
         k = k.to(v.dtype)
         cache.state = self.new_state(k, v)
         start_salient(q.to(v.dtype), k, v, cache.state, self.options, attends=False)

@@ -41,7 +41,7 @@ class SequenceMHLA(MHLACore):
         blocks = Blocks.sequence(length, settings.block_size)
         if blocks.num_blocks > settings.num_blocks:
             longest = settings.num_blocks * settings.block_size
-            raise ValueError(f"input_ids: got {length} tokens, expected at most the {longest} of this encoder.")
+            raise ValueError(f"input_ids: got {length} tokens, expected at most {longest}, num_blocks * block_size.")
         q, k, v, options = prepare_operands(self, q, k, v, key_mask, None)
         aligned = align_blocks(q, settings.block_size, key_mask, starts, None)
         q, k, v = aligned.tokens.move(q, k, v)

@@ -9,9 +9,9 @@ from typing import Any
 from ..ops.checks import IMPLEMENTATIONS
 
 FORMAT_VERSION = 4
-# Entries of config.json for classes other than ours. Softmax classes of transformers take `transformers_weights` for the
-# name of the weights file, and fail with an error that shows it. AutoTokenizer takes a file of an unknown type for a
-# configuration of type "", and warns that the types differ unless some part of the file has type "".
+# Entries of config.json that only foreign classes read. Softmax classes of transformers take `transformers_weights` as the
+# name of the weights file, so their error shows this sentence. AutoTokenizer takes an unknown model type for "", and warns
+# of the difference unless some part of the file has the model type "".
 FOREIGN_ENTRIES: dict[str, Any] = {
     "transformers_weights": "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf "
     "installed",
@@ -72,7 +72,7 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
     **dict.fromkeys(("learn_mixing", "windowed", "per_head", "output_norm", "gate"), one_of(True, False)),
     "block_size": whole_number(1, MAX_BLOCK_SIZE),
     "num_blocks": whole_number(1, MAX_BLOCKS),
-    "layout": (is_layout, f"1 to 3 counts of blocks, each at least 1, and at most {MAX_BLOCKS} blocks in all"),
+    "layout": (is_layout, f"None, or 1 to 3 counts of blocks, each at least 1, with a product of at most {MAX_BLOCKS}"),
     "feature_map": one_of("relu", "plain_relu", "elu", "hedgehog", "softmax", "exp", "identity"),
     "normalize": one_of(True, False, "official"),
     "mixing_start": one_of("locality", "uniform"),
@@ -83,12 +83,12 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
     "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
     "rope": one_of("before", "after", "near"),
     "layers": (is_choice_of_layers, '"all", "2/3" or a list of different layer indices, each at least 0'),
-    "softmax_heads": (is_choice_of_heads, "a dictionary of layer indices and lists of KV heads, each at least 0"),
+    "softmax_heads": (is_choice_of_heads, "None, or a dict from layer indices to lists of KV heads, each at least 0"),
     "impl": one_of(*IMPLEMENTATIONS),
 }
 
 
-# Values required in layers over a text and a grid, in windowed encoders, and in windowed language models.
+# Values required in windowed encoders, in layers over a text and a grid, and in windowed language models.
 TWO_WAY_VALUES: dict[str, Any] = {"sinks": 0, "salient": 0, "softmax_heads": None}
 JOINT_VALUES = {"normalize": True, "output_norm": False, **TWO_WAY_VALUES}
 CAUSAL_VALUES = {"gate": False, "output_norm": False}
@@ -140,8 +140,8 @@ class MHLASettings:
         softmax_heads: KV heads that keep softmax, with the query heads that read them, as {layer index: [KV head, ...]}.
             Their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers` instead.
             For language models with `windowed`.
-        impl: Implementation of the operator: "auto", "torch", "triton", or "reference". With `windowed`, sequences have
-            PyTorch's only.
+        impl: Implementation of the operator: "auto", "torch", "triton", or "reference". With `windowed`, sequences
+            allow only "auto" and "torch", which both take PyTorch.
 
     Raises:
         ValueError: If a setting is invalid, or settings contradict each other.
@@ -186,7 +186,7 @@ class MHLASettings:
     def check_combinations(self) -> None:
         is_sequence = self.layout is None
         if self.rope == "near" and is_sequence:
-            raise ValueError('rope: got "near" for a sequence, expected "before" or "after".')
+            raise ValueError('rope: got "near" with layout=None, expected "before" or "after".')
         if self.softmax_heads and not (self.windowed and is_sequence):
             got = f"{self.softmax_heads} with windowed={self.windowed} and layout={self.layout}"
             raise ValueError(f"softmax_heads: got {got}, expected None, or windowed=True and layout=None.")
@@ -199,7 +199,7 @@ class MHLASettings:
         if is_sequence and self.impl not in ("auto", "torch"):
             raise ValueError(f'impl: got {self.impl!r} with windowed=True, expected "auto" or "torch".')
         if is_sequence and self.feature_map == "identity":
-            expected = "a map whose features are not negative"
+            expected = "a map of nonnegative features, such as 'hedgehog'"
             raise ValueError(f'feature_map: got "identity" with windowed=True, expected {expected}.')
         if self.sinks > self.block_size:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
@@ -219,7 +219,7 @@ class MHLASettings:
                 raise ValueError(f'layers: got "2/3" for {num_layers} layer, expected a model of at least 2 layers.')
             return layers
         if self.layers[-1] >= num_layers:
-            expected = f"less than the model's {num_layers} layers"
+            expected = f"at most {num_layers - 1} in a model of {num_layers} layers"
             raise ValueError(f"layers: got index {self.layers[-1]}, expected {expected}.")
         return list(self.layers)
 

@@ -17,7 +17,7 @@ INITIAL_DECAY = 0.98
 
 
 class DistanceMixing(nn.Module):
-    """Learns how far tokens are weighed: a decay per block of distance, and the balance beside the softmax.
+    """Learns the weights of tokens outside the window: a decay per block of distance, and a balance beside the softmax.
 
     Attributes:
         rate: [G], logits of the decays.

@@ -54,11 +54,11 @@ def mhla(
         mixing: [Mq, Mk] or [H, Mq, Mk], one row per query block, one column per key block. If causal, there may be more;
             these and the upper triangle are ignored and get a gradient of zero.
         blocks: The blocks of the T queries; `Blocks.sequence` if causal.
-        key_blocks: The blocks of the S keys; None if they are those of the queries.
+        key_blocks: The blocks of the S keys; None if queries and keys have the same blocks.
         causal: Whether a query sees only the keys at and before its own position.
         normalize: Whether to divide by the sum of the weights. "official" divides by the denominator of the authors' vision
             code, which differs from the paper's (not causal; equal blocks, the same for queries and keys).
-        scale: Multiplier of the products; None is K**-0.5. It cancels in the normalized form.
+        scale: Multiplier of <q[t], k[s]>; None is K**-0.5. It cancels in the normalized form.
         q_den: [B, T, H, L], features of the queries for the denominator if they differ from q.
         k_den: [B, S, G, L], likewise for the keys.
         key_mask: bool [B, S], True for real keys. Masked keys weigh nothing but still count as positions.
@@ -113,7 +113,7 @@ def mhla_step(
         v: [B, T, G, V], values of the new tokens.
         mixing: As in `mhla`, with a row and a column for every block up to the last new token.
         state: From `mhla(..., return_state=True)`, an earlier step, or `MHLAState.empty`; changed in place.
-        starts: int64 [B]. Tokens of this call before it are ignored and not counted (left padding in a first chunk).
+        starts: int64 [B], index of each row's first real token in this call. Tokens before it are ignored and not counted.
         normalize, scale, q_den, k_den, unrounded: As in `mhla`.
 
     Returns:

@@ -1,7 +1,7 @@
 """Assigns the tokens of a sequence or grid to blocks.
 
-Any size works: the last or first blocks of an axis absorb the remainder, so callers never crop or pad. `Blocks` holds only
-integers, so it is hashable, and cheap to make on every call.
+Any length works, so callers never crop or pad: the last block of a sequence may be shorter, the first blocks on an axis of a
+grid may have one more token. `Blocks` holds only integers, so it is hashable, and cheap to make on every call.
 """
 
 import math
@@ -55,7 +55,7 @@ class Blocks:
 
         Args:
             shape: Number of tokens along each of the 1 to 3 axes.
-            counts: Number of blocks along each axis; clamped to the number of tokens on that axis, of the smallest grid.
+            counts: Number of blocks along each axis; clamped to the fewest tokens that any of the grids has along that axis.
             prefix: Number of tokens before the grid, which form an extra block, block 0.
             others: Shapes of further grids, whose tokens come after those of the first, in the same blocks.
 

@@ -53,7 +53,7 @@ def check_features(
     num_kv_heads = k.shape[2]
     check_shape("k", k, batch, "S", "G", width)
     if num_heads % num_kv_heads != 0:
-        raise ValueError(f"k: got {num_kv_heads} heads, expected a divisor of the {num_heads} heads of q.")
+        raise ValueError(f"k: got {num_kv_heads} heads, expected a divisor of {num_heads}, the number of heads of q.")
     check_shape("v", v, *k.shape[:3], "V")
     if q_den is not None and k_den is not None:
         check_shape("q_den", q_den, *q.shape[:3], "L")
@@ -75,7 +75,7 @@ def check_blocks(
     """Check that the blocks cover the tokens and are allowed with the other options."""
     if key_blocks is None and k.shape[1] != q.shape[1]:
         got = f"None with {q.shape[1]} queries and {k.shape[1]} keys"
-        raise ValueError(f"key_blocks: got {got}, expected the blocks of the keys.")
+        raise ValueError(f"key_blocks: got {got}, expected Blocks of {k.shape[1]} tokens.")
     for name, partition, x in (("blocks", blocks, q), ("key_blocks", blocks if key_blocks is None else key_blocks, k)):
         if not isinstance(partition, Blocks):
             raise TypeError(f"{name}: got {partition!r}, expected Blocks.")
@@ -83,10 +83,10 @@ def check_blocks(
             raise ValueError(f"{name}: got blocks of {partition.length} tokens, expected {x.shape[1]} tokens.")
     same = key_blocks is None or key_blocks == blocks
     if causal and (blocks.block_size is None or not same):
-        expected = "Blocks.sequence as blocks and the same blocks for queries and keys"
+        expected = "blocks from Blocks.sequence, and key_blocks that are None or the same"
         raise ValueError(f"causal: got True, expected {expected}.")
     if normalize == "official" and (causal or not same or not blocks.equal):
-        expected = "equal blocks, the same for queries and keys, and causal=False"
+        expected = "blocks of equal size, the same for queries and keys, and causal=False"
         raise ValueError(f"normalize: got 'official', expected {expected}.")
 
 
@@ -129,7 +129,7 @@ def check_mixing(
 ) -> None:
     """Check that `mixing` has a row per query block and a column per key block or, if causal, at least as many.
 
-    With `cu_seqlens`, it needs those of the longest sequence.
+    With `cu_seqlens`, the blocks of the longest sequence count, not those of all tokens.
     """
     num_blocks = blocks.num_blocks if causal else 0
     if cu_seqlens is not None:
@@ -170,7 +170,7 @@ def check_step(
         ("k_den width", state_den_width, den_width),
     ):
         if got != expected:
-            raise ValueError(f"state: got a state of {name} {got}, expected {expected}, as in the new tokens.")
+            raise ValueError(f"state: got {got} for its {name}, expected {expected}, as in the new tokens.")
     if state.summaries.device != q.device:
         raise ValueError(f"state: got tensors on {state.summaries.device}, expected {q.device}, where q is.")
     if k.shape[1] != q.shape[1]:

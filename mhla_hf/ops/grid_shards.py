@@ -27,18 +27,18 @@ def sharded_mhla(
     Args:
         q, k, v, q_den, k_den, mixing, normalize, unrounded: As in `mhla`, with the T tokens of this process.
         blocks: The blocks of the tokens of all processes.
-        rank, edges: Process p, of which this one is `rank`, has the tokens `edges[p]` to `edges[p + 1]`; P + 1 edges.
+        rank, edges: Index of this process, and P + 1 edges: process p has the tokens `edges[p]` to `edges[p + 1] - 1`.
         add_up: Differentiable reduce-scatter, [P * N, ...] -> [N, ...], which all processes call.
 
     Returns:
-        [B, T, H, V] in v's dtype or, with `unrounded`, in that of the sums.
+        [B, T, H, V] in v's dtype or, with `unrounded`, in the dtype of the sums.
 
     Raises:
         ValueError: If q does not have the tokens of this process, or normalize is "official".
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
-        expected = f"shard {rank} of {blocks.length} tokens cut at {list(edges)}"
-        raise ValueError(f"q: got {q.shape[1]} tokens, expected those of {expected}.")
+        expected = f"{edges[rank + 1] - edges[rank]} for rank {rank}, and {blocks.length} as the last edge"
+        raise ValueError(f"q: got {q.shape[1]} tokens with edges {list(edges)}, expected {expected}.")
     if normalize == "official":
         raise ValueError("normalize: got 'official', expected True or False for sharded tokens.")
     sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32

@@ -22,7 +22,7 @@ class MHLAOptions(NamedTuple):
 class MHLAInputs(NamedTuple):
     """The checked arguments of `mhla`; a causal mixing matrix is cut to the number of blocks unless sequences are packed.
 
-    In `mhla_step`, they are those of the new tokens, blocks included, and the mixing matrix is not cut.
+    In `mhla_step`, the tensors and blocks are of the new tokens only, and the mixing matrix is not cut.
     """
 
     q: Tensor

@@ -1,6 +1,6 @@
 """The name under which this copy of the code registers operators and attention functions for the whole process.
 
-`checkpoints/bundle.py` replaces it with the hash of the bundle, so that several versions can live in one process.
+In a checkpoint's copy of the code, `checkpoints/bundle.py` puts a hash in its place, so versions can share a process.
 """
 
 NAMESPACE = "package"

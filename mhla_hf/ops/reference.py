@@ -10,8 +10,8 @@ from .inputs import MHLAInputs
 def mhla_reference(inputs: MHLAInputs) -> Tensor:
     """Compute o[t] = sum_s w[t, s] v[s] with w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]> (paper eq. 5).
 
-    With `normalize`, o is divided by sum_s w[t, s] or `official_denominator`, of q_den and k_den if there are any; 0/0 is 0.
-    The result [B, T, H, V] is in v's dtype or, if `unrounded`, in that of the computation: fp64 if q, k, or v is, else fp32.
+    With `normalize`, o is divided by sum_s w[t, s] or `official_denominator`, of q_den and k_den if given; 0/0 is 0.
+    Sums are in fp64 if q, k, or v is, else in fp32. Returns [B, T, H, V] in v's dtype or, if `unrounded`, as computed.
     """
     q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
@@ -20,13 +20,13 @@ def mhla_reference(inputs: MHLAInputs) -> Tensor:
         query_block, key_block, visible = token_relations(
             q, k, options.blocks, options.key_blocks, options.causal, key_mask, cu_seqlens, starts
         )
-        # Zero the tokens that take no part: a gradient of 0 times NaN would be NaN.
+        # Zero queries that see no key, and keys that no query sees: if they hold NaN, gradients of 0 would become NaN.
         sees_any, seen_by_any = visible.any(2)[..., None, None], visible.any(1)[..., None, None]
         q = torch.where(sees_any, q, 0)
         k, v = torch.where(seen_by_any, k, 0), torch.where(seen_by_any, v, 0)
         if q_den is not None and k_den is not None:
             q_den, k_den = torch.where(sees_any, q_den, 0), torch.where(seen_by_any, k_den, 0)
-        mixing = mixing.to(dtype)  # cast once, so that gradients that may cancel are added in this dtype
+        mixing = mixing.to(dtype)  # cast once, so that its gradients, which may cancel, are summed in this dtype
         token_mixing = mixing.expand(num_heads, *mixing.shape[-2:])
         token_mixing = token_mixing[:, query_block[:, :, None], key_block[:, None, :]].transpose(0, 1)  # [B, H, T, S]
 
@@ -82,7 +82,7 @@ def official_denominator(q: Tensor, k: Tensor, mixing: Tensor, blocks: Blocks, s
     zeros. It takes linear time, so every implementation uses it.
     """
     num_heads = q.shape[2]
-    tokens = torch.argsort(blocks.index(q.device), stable=True).view(blocks.num_blocks, -1)  # [M, C], slot by slot
+    tokens = torch.argsort(blocks.index(q.device), stable=True).view(blocks.num_blocks, -1)  # [M, C], block by block
     z = k.to(mixing.dtype)[:, tokens].sum(2).repeat_interleave(num_heads // k.shape[2], 2)  # [B, M, H, K]
     per_block = torch.einsum("bmnhk,bmhk->hbmn", q.to(mixing.dtype)[:, tokens], z)  # [H, B, M, C]
     mixed = torch.einsum("him,hbmn->binh", mixing.expand(num_heads, *mixing.shape[-2:]), per_block).flatten(1, 2)

@@ -62,7 +62,7 @@ class MHLAState(RowState):
     summaries: Tensor  # [B, G, N, K, V], the summaries of closed blocks; N doubles when it is exhausted
     z: Tensor | None  # [B, G, N, L], the sums of the denominator's keys in these blocks
     prefix: Tensor  # [B, H, K, V], the sum over closed blocks b of mixing[i, b] times summary b, for i = `prefix_block`
-    prefix_z: Tensor | None  # [B, H, L], likewise of `z`
+    prefix_z: Tensor | None  # [B, H, L], the same sum over `z`
     prefix_block: Tensor  # int64 [B], the query block that the prefix was mixed for; -1 if there is none yet
     window_k: Tensor  # [B, 2 * C, G, K] in the dtype of the inputs
     window_v: Tensor  # [B, 2 * C, G, V]
@@ -121,13 +121,13 @@ class MHLAState(RowState):
                 tokens that the window still holds after an earlier crop.
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.block_size:
-            raise ValueError(f"count: got {count!r}, expected 0 to {self.block_size}, the tokens of one block.")
+            raise ValueError(f"count: got {count!r}, expected an int from 0 to {self.block_size}, the block size.")
         length = self.length - count
         if bool((length < 0).any()):
             shortest = int(self.length.min())
             raise ValueError(f"count: got {count}, expected at most {shortest}, the length of the shortest row.")
         if bool((length < self.oldest).any()):
             reach = int((self.length - self.oldest).min())
-            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the window still holds.")
+            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that can still be removed.")
         self.length = length
         self.prefix_block = torch.where(self.prefix_block > length // self.block_size, -1, self.prefix_block)

@@ -1,9 +1,9 @@
 """Continues an `MHLAState` by new tokens, for rows at different positions.
 
-While no row leaves its open block (`step_within_block`, an ordinary decoding step), only the prefix and the window are read,
-in constant time. Otherwise (`step_across_blocks`), the open block and the new tokens are laid out block by block, each row
-from its own block edge, and computed as one batch. Summaries are computed from whole blocks when these close, so they do not
-depend on how the tokens were divided into steps.
+While no row leaves its open block, the one being filled (`step_within_block`, an ordinary decoding step), only the prefix
+and the window are read, in constant time. Otherwise (`step_across_blocks`), the open block and the new tokens are laid out
+block by block, each row from its own block edge, and computed as one batch. Summaries are computed from whole blocks when
+these close, so they do not depend on how the tokens were divided into steps.
 
 Positions and block indices are int64 [B] on the CPU. "Open tokens" are lists with the keys, the values, and, if the
 denominator has features of its own, the k_den of open blocks.
@@ -148,7 +148,7 @@ def attend_blocks(
 
 
 def mix_closed_blocks(state: MHLAState, mixing: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute the prefix [R, H, n, K, V] and that of z, [R, H, n, L] or None, for query `blocks` [R, n] of `rows` [R]."""
+    """Compute the prefixes [R, H, n, K, V], and [R, H, n, L] of z (or None), for the query `blocks` [R, n] of `rows` [R]."""
     device, queries_per_kv = state.summaries.device, state.prefix.shape[1] // state.summaries.shape[1]
     num_closed = min(int(blocks.max()), mixing.shape[-1])
     is_earlier = (torch.arange(num_closed) < blocks[..., None]).to(device)

@@ -9,9 +9,9 @@ from .blocks import Blocks
 
 
 class BlockCut:
-    """Cuts tokens into M blocks, padded with zeros to the C tokens of the largest.
+    """Cuts tokens into M blocks, each padded with zeros to C tokens, the size of the largest block.
 
-    Contiguous blocks are views, others are gathered.
+    Contiguous blocks of equal size are views, others are copies.
     """
 
     def __init__(self, blocks: Blocks, device: torch.device):
@@ -123,7 +123,7 @@ class MoveTokens(torch.autograd.Function):
 
 
 class DifferentiableOnce(torch.autograd.Function):
-    """Returns a gradient unchanged, and raises RuntimeError if it is differentiated with respect to its `sources`."""
+    """Returns `grad` unchanged, a function of the `sources` it was computed from; differentiating it raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
@@ -131,7 +131,9 @@ class DifferentiableOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
-        raise RuntimeError("A second derivative of MHLA was asked for, which only mhla(..., impl='reference') has.")
+        raise RuntimeError(
+            "create_graph: got a second derivative, expected False; mhla(..., impl='reference') has them."
+        )
 
 
 class TokenMove(NamedTuple):
@@ -152,7 +154,7 @@ class TokenMove(NamedTuple):
 def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gathers of `MoveTokens` with which each packed sequence begins at a block edge: [1, M * C] and [1, T].
 
-    M is an upper bound that does not depend on the borders. Also returns the index of each block within its sequence and the
+    M bounds the number of blocks whatever the borders. Also returns the index of each block within its sequence and the
     index of that sequence, both int64 [M]; unused blocks at the end count as one more sequence.
     """
     borders = cu_seqlens.long()
@@ -212,7 +214,7 @@ def mixing_of_sequences(mixing: Tensor, block_index: Tensor, sequence_id: Tensor
 
 
 def ring_slot(position: Tensor, num_slots: int, sinks: int = 0) -> Tensor:
-    """Return the slot of the token at `position`: the first `sinks` tokens keep theirs, the others share a ring."""
+    """Return the slot of the token at `position`: the first `sinks` tokens have one each, the others share a ring."""
     return torch.where(position < sinks, position, sinks + position % (num_slots - sinks))
 
 
@@ -264,8 +266,8 @@ def visible_slots(position: Tensor, num_slots: int, block_size: int, window: int
 class TokenPlaces:
     """Finds tokens by position in a concatenation: the `num_held` tokens of a decoder state, then T new ones.
 
-    Each row has seen `before` [B] tokens, the last of which are in the slots of `ring_slot`; the first `padding` [B] of its
-    new tokens are padding. Results are on `device`, positions may be on the CPU.
+    Each row has seen `before` [B] tokens; those that the state still holds are in the slots that `ring_slot` returns. The
+    first `padding` [B] new tokens of a row are padding. Results are on `device`, positions may be on the CPU.
     """
 
     def __init__(
@@ -292,7 +294,7 @@ class TokenPlaces:
         return source.to(self.device), inverse.to(self.device)
 
     def write(self, held: Tensor, tokens: Tensor) -> None:
-        """Write the new ones among `tokens` [B, num_held + T, ...] into their slots of `held` [B, slots, ...]."""
+        """Write the new tokens, the last T of `tokens` [B, num_held + T, ...], into the slots of `held` [B, slots, ...]."""
         position = slot_positions(self.before[:, 0] + self.num_new - self.padding[:, 0], held.shape[1], self.sinks)
         is_new = (position >= self.before).to(self.device)
         values = take_tokens(tokens, self.find(position)).to(held.dtype)

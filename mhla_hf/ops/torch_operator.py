@@ -1,18 +1,18 @@
 """MHLA in PyTorch: one autograd function for all options, by batched matrix products over blocks and heads.
 
 The backward pass recomputes: it saves the inputs and, in the normalized form, the output and its denominator. Tokens of
-padded or packed batches are moved to block edges, and the outputs back.
+padded or packed batches are moved so that every sequence begins at a block edge, and their outputs are moved back.
 
-Letters in shapes: R heads, M query blocks of C tokens, N key blocks of D tokens; q [R, M, C, K], k [R, N, D, K],
-v [R, N, D, V], and the mixing matrix m [R or 1, M, N]. Blocks with fewer tokens than the largest are padded with zeros.
+Letters in shapes: R pairs of row and head, M query blocks of C tokens, N key blocks of D tokens; q [R, M, C, K],
+k [R, N, D, K], v [R, N, D, V], and the mixing matrix m [R or 1, M, N]. Shorter blocks are padded with zeros.
 
-Without a causal mask, o_i = q_i P_i with P_i = sum_b m_ib S_b, where S_b = k_b^T v_b is the summary of block b. With one,
+Without a causal mask, o_i = q_i P_i with P_i = sum_b m_ib S_b, where S_b = k_b^T v_b is the summary of block b. If causal,
 P_i = sum_{b<i} m_ib S_b, and a block acts on itself through m_ii tril(q_i k_i^T). Since m_ii is the same within a block, a
 long block is cut into n chunks of c tokens with running sums of their summaries: the cost of a token does not grow with the
 block size.
 
-The backward pass gets num_grad [R, M, C, V], the gradient of the sum of weight * v, and den_grad [R, M, C], that of the sum
-of the weights (None if not normalized).
+The backward pass gets num_grad [R, M, C, V] and den_grad [R, M, C], the gradients of the numerator, the sum of weight * v,
+and of the denominator, the sum of the weights (den_grad is None if not normalized).
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ from .inputs import MHLAInputs, MHLAOptions
 from .reference import divide_or_zero, official_denominator, without_row_scale
 from .torch_layout import BlockCut, DifferentiableOnce, Heads, TokenMove, align_blocks, mixing_of_sequences
 
-# Elements of q per head from which the CPU computes head by head, to stay in its cache; measured.
+# With at least this many elements of q per head, the CPU computes head by head, to stay in its cache; measured.
 HEAD_BY_HEAD_SIZE = 32768
 
 
 def torch_mhla(inputs: MHLAInputs) -> Tensor:
-    """Compute `mhla`: [B, T, H, V] in v's dtype or, if `unrounded`, in that of the sums."""
+    """Compute `mhla`: [B, T, H, V] in v's dtype or, if `unrounded`, in the dtype of the sums."""
     q, k, v, mixing, options, q_den, k_den, _, cu_seqlens, starts = inputs.without_masked_keys()
     blocks, normalize = options.blocks, options.normalize
     tokens = TokenMove()
@@ -61,9 +61,9 @@ def torch_mhla(inputs: MHLAInputs) -> Tensor:
 
 
 class RowScaleFree(torch.autograd.Function):
-    """Returns the mixing matrix unchanged, and its gradient by `without_row_scale`.
+    """Returns the mixing matrix unchanged; the backward pass applies `without_row_scale` to its gradient.
 
-    Numerator and denominator must read the same copy, because their gradients may nearly cancel.
+    Numerator and denominator must both read this result, so that their gradients, which may nearly cancel, are added first.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class BlockedAttention(torch.autograd.Function):
         work = HeadWork(q, k, v, options)
         compute_grads = causal_grads if options.causal else full_grads
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            grads = [  # several heads add to some of them
+            grads = [  # zeros where several heads add up
                 torch.zeros_like(x, dtype=work.sum_dtype)
                 if x.dim() < 4 or x.shape[2] < q.shape[2]
                 else torch.empty_like(x)
@@ -150,7 +150,7 @@ class HeadWork:
 
 
 def full_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> tuple[Tensor, Tensor | None]:
-    """Sum weight * v over all keys, [R, M, C, V], and `with_den` the weights, [R, M, C] (else None)."""
+    """Return the sum of weight * v over all keys [R, M, C, V] and, if `with_den`, of the weights [R, M, C] (else None)."""
     num = q @ mix_blocks(m, k.mT @ v)
     den = (q @ mix_blocks(m, k.sum(2)[..., None])).squeeze(3) if with_den else None
     return num, den
@@ -162,7 +162,7 @@ def mix_blocks(m: Tensor, summary: Tensor) -> Tensor:
 
 
 def causal_sums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, with_den: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute what `full_sums` does over the keys at and before each query."""
+    """Compute the sums of `full_sums` over only the keys at and before each query."""
     rows, count, size, _ = q.shape
     q, k, v = cut_chunks(q), cut_chunks(k), cut_chunks(v)
     weight = chunk_scores(q, k, rows, count).mul_(diagonal_mixing(m)).view(len(q), q.shape[1], -1)
@@ -201,7 +201,7 @@ def chunk_summaries(k: Tensor, v: Tensor, rows: int, count: int) -> Tensor:
 
 
 def chunk_prefix(summary: Tensor, m: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Mix summaries [R, M, n, X] for each chunk: those of earlier blocks by m_ib, those of earlier chunks by m_ii.
+    """Mix summaries [R, M, n, X] for each chunk: earlier blocks b weigh m_ib, earlier chunks of its own block i weigh m_ii.
 
     Also returns `running`, the sum over the earlier chunks of the same block; None if n is 1.
     """

@@ -37,7 +37,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def import_peft(model: Any = None) -> Any:
-    """Return the `peft` module. If `model` is converted, register its family, for PEFT's default LoRA targets."""
+    """Return the `peft` module. If `model` is converted, register its family, so that PEFT knows its LoRA targets."""
     with require_extra("an adapter", "peft", "peft"):
         import peft
     if model is not None and (family := family_of(model)) is not None:
@@ -49,7 +49,7 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
     """Return a `peft.LoraConfig` that adds LoRA to a converted language model, and trains and saves its MHLA modules.
 
     Args:
-        model: A converted language model.
+        model: A converted language model. It stores first rows of its weights, by which `save_adapter` detects merged LoRA.
         **lora: Arguments of `LoraConfig`. The default of `target_modules` is PEFT's for the base model.
 
     Raises:
@@ -72,14 +72,14 @@ def save_adapter(
         model: A converted language model, or a `PeftModel` of one, whose adapters are saved.
         folder: Where to write a PEFT adapter and mhla.json. An adapter there is replaced; other files stay. Of several
             adapters, all but "default" go to subfolders of their names, as in PEFT.
-        base: The softmax original of a model that was distilled, or into which LoRA was merged. The changes of its linear
-            layers are then saved as LoRA. Without `base` they are not saved, and merged LoRA is an error.
-        rank: Rank of this LoRA, which keeps the largest singular values of each change; the log says what share that is.
+        base: The softmax original of a distilled model or of one with merged LoRA. The model's changes to the linear layers
+            of `base` are then saved as LoRA. Without `base`, these changes are lost, and merged LoRA is an error.
+        rank: Rank of this LoRA: each change keeps its `rank` largest singular values, whose share of all changes is logged.
 
     Raises:
         TypeError: `model` is neither a converted model nor a `PeftModel` of one.
-        ValueError: `folder` holds other files or cannot be written, `base` does not fit, LoRA was merged and `base` is
-            None, or `load_adapter` would refuse the adapter.
+        ValueError: `folder` holds other files or cannot be written, `base` or `rank` does not fit, LoRA was merged and
+            `base` is None, or `load_adapter` would refuse the adapter.
     """
     peft, untyped_model = import_peft(), cast(Any, model)
     is_peft_model = isinstance(model, peft.PeftModel)
@@ -87,7 +87,7 @@ def save_adapter(
     config: Any = getattr(converted, "config", None)
     if getattr(config, "mhla", None) is None or (not is_peft_model and hasattr(model, "peft_config")):
         got = type(model).__name__ + (" with adapters" if hasattr(model, "peft_config") else "")
-        raise TypeError(f"model: got {got}, expected a converted model, or a PeftModel of one with its adapters.")
+        raise TypeError(f"model: got {got}, expected a converted model, or the PeftModel that adapts it.")
     if is_peft_model and base is not None:
         raise ValueError(f"base: got {type(base).__name__} with a PeftModel, expected None; its own LoRA is saved.")
     if not is_whole(rank, 1):
@@ -99,7 +99,7 @@ def save_adapter(
         expected = "a new or empty folder, or an adapter to replace, and not the working folder"
         raise ValueError(f"folder: got {str(folder)!r}, expected {expected}.")
     peft_configs = untyped_model.peft_config if is_peft_model else {}
-    # PiSSA and its like change the base before training, and again when the adapter is loaded.
+    # PiSSA and similar initializations change the base when LoRA is added, and again when the adapter is loaded.
     if base is None and not any(isinstance(getattr(x, "init_lora_weights", 0), str) for x in peft_configs.values()):
         _check_not_merged(converted)
     adapters = {
@@ -141,14 +141,14 @@ def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, t
 
 
 def _first_rows(model: Any) -> dict[str, torch.Tensor]:
-    """Copy the first row of each linear layer's weight that is not on the meta device and has no LoRA merged by PEFT."""
+    """Return copies of the first rows of linear weights by layer, without meta tensors and layers with merged LoRA."""
     layers = {name: getattr(x, "base_layer", x) for name, x in model.named_modules() if not getattr(x, "merged", False)}
     weights = {name: x.weight for name, x in layers.items() if isinstance(x, torch.nn.Linear)}
     return {name: x[:1].detach().clone() for name, x in weights.items() if not x.is_meta}
 
 
 def _remember_base(model: Any) -> None:
-    """Store in a model the first rows of its weights before LoRA, which show whether it was merged."""
+    """Store the first rows of a model's weights in the model, unless it has some, to detect LoRA that is merged later."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.rows_before_lora = getattr(base, "rows_before_lora", None) or _first_rows(base)
 
@@ -157,13 +157,13 @@ def _check_not_merged(model: Any) -> None:
     rows = getattr(model, "rows_before_lora", {})
     for name, row in _first_rows(model).items():
         if name in rows and not torch.equal(rows[name].to(row), row):
-            expected = "what merge_and_unload() returns, with base=ORIGINAL, and rank=SUM OF THE RANKS that were merged"
+            expected = "the model that merge_and_unload() returned, with base=ORIGINAL and rank=SUM OF THE RANKS merged"
             raise ValueError(f"model: got LoRA merged into {name!r}, which would be lost, expected {expected}.")
 
 
 @torch.no_grad()
 def factorize_changes(model: Any, base: Any, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return LoRA's factors A [rank, in] and B [out, rank] for each linear layer that differs from `base`, by its name."""
+    """Return LoRA's (A [rank, in], B [out, rank]) by linear layer that differs from `base`; refuse other differences."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     whole = kept = 0.0  # squared norms of the changes and of their approximations
@@ -171,14 +171,14 @@ def factorize_changes(model: Any, base: Any, rank: int) -> dict[str, tuple[torch
         weight = parameters.get(name)
         if weight is None or weight.shape != original.shape:
             got = f"{type(base).__name__}, whose {name!r} does not fit the model"
-            raise ValueError(f"base: got {got}, expected its softmax original.")
+            raise ValueError(f"base: got {got}, expected the model's softmax original.")
         change = weight.float() - original.to(weight).float()
         if not change.any():
             continue
         module_name, _, kind = name.rpartition(".")
         if kind != "weight" or not isinstance(modules[module_name], torch.nn.Linear):
             got = f"a model whose {name!r} differs"
-            raise ValueError(f"base: got {got}, expected one from which only weights of linear layers differ.")
+            raise ValueError(f"base: got {got}, expected a model that differs only in weights of linear layers.")
         left, values, right = torch.linalg.svd(change, full_matrices=False)
         left, values, right = left[:, :rank], values[:rank], right[:rank]
         pad = rank - len(values)  # of a layer with fewer features than the rank
@@ -200,7 +200,7 @@ def load_adapter(
 
     Args:
         model: A softmax language model, which is converted in place; a model that was converted with the same settings; or a
-            `PeftModel` of one, to which the adapter is added.
+            `PeftModel` of either, to which the adapter is added.
         source: Folder or Hub id of an adapter that `save_adapter` wrote.
         adapter_name: Name of the adapter in PEFT. Of several in the folder, the one of this name is loaded.
         revision: Branch, tag or commit on the Hub.
@@ -235,7 +235,7 @@ def load_adapter(
             raise ValueError(f"model: got {name} {current!r}, expected {value!r}, as the base of {str(source)!r} has.")
     is_converted = getattr(base.config, "mhla", None) is not None
     if is_converted and MHLASettings.from_dict(base.config.mhla) != settings:
-        raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected the same ones.")
+        raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected equal settings.")
     _check_weights(base, settings, lora, weights, adapter_name, start)
     if not is_converted:
         convert(base, settings)

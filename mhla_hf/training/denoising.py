@@ -38,7 +38,7 @@ def make_arguments(
 
 
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Return the transformer's output in fp32, without the tokens of images to edit; float `arguments` have any dtype."""
+    """Return the output in fp32, without tokens of images to edit. Floats but `timestep` are cast to the model's dtype."""
     casts = {
         key: value.to(transformer.dtype)
         for key, value in arguments.items()
@@ -56,7 +56,7 @@ def predict(transformer: Any, noisy: torch.Tensor, times: torch.Tensor, conditio
 
 
 class NoiseProcess:
-    """The noise process of a scheduler, flow matching or DDPM. Times that it draws are in `times[0] <= time < times[1]`."""
+    """The noise process of a scheduler, flow matching or DDPM. Drawn times satisfy `times[0] <= time < times[1]`."""
 
     def __init__(self, scheduler: Any, times: tuple[float, float] = (0.0, math.inf)) -> None:
         config = scheduler.config

@@ -1,7 +1,7 @@
 """`distill`: one training loop, built on Accelerate, for every kind of model.
 
-A run that is killed at any moment resumes bit for bit: data are a function of (seed, stage, step), and all else is in a
-saved state. The loop waits for the device only when it logs or saves.
+A run that is killed at any moment resumes bit for bit: data are a function of (seed, stage, step), and a saved state has
+all the rest. The loop waits for the device only when it logs or saves.
 """
 
 import functools
@@ -97,7 +97,7 @@ def distill(
 
 
 def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Task, RunFolder], Any]) -> Any:
-    """Train two models of a pipeline in turn, with only one on the device. The last run saves the pipeline."""
+    """Train a pipeline's two transformers in turn, with only one of them on the device. The last run saves the pipeline."""
     first, last = parts
     first_folder = RunFolder(folder.out.with_name(f"{folder.out.name}.high_noise"))
     if not (folder.out / RECORD).is_file():
@@ -160,7 +160,7 @@ def _train(
             raise ValueError(f"mixed_precision: got {precision!r} from the launcher, expected 'no' or 'bf16'.")
         for stage in stages:
             if stage.batch_size % (processes * stage.grad_accum):
-                expected = f"a multiple of {processes} processes times grad_accum {stage.grad_accum}"
+                expected = f"a multiple of {processes * stage.grad_accum} (processes times grad_accum)"
                 raise ValueError(f"batch_size: got {stage.batch_size} in stage {stage.name!r}, expected {expected}.")
         if options.preview_every and accelerator.is_fsdp2:
             raise ValueError(f"preview_every: got {options.preview_every}, expected 0 with FSDP.")

@@ -34,7 +34,7 @@ class OutputHead(NamedTuple):
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     """Return a model's output head, or the reason why it cannot run apart from the other layers.
 
-    For some `ids` [B, L], the output of its head is replaced by known logits, to see what the model makes of them.
+    The model runs on some of `ids` [B, L] with known logits as the head's output, to check that it only scales or caps them.
     """
     name, layer = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
@@ -77,7 +77,7 @@ def run_without_head(model: Any, head: OutputHead | None, ids: torch.Tensor) -> 
 
 
 class SumInChunks(torch.autograd.Function):
-    """Computes S sums over N tokens, of which only the first has a gradient, with the logits of one chunk at a time.
+    """Computes S sums over N tokens, with the logits of one chunk at a time. Only the first sum has a gradient.
 
     `loss(logits, *rows)` returns the sums [S] over a chunk from its logits and the same rows of `token_tensors`, [N, ...]
     each. The forward pass computes the gradients, so that it can free the logits of a chunk.
@@ -88,7 +88,7 @@ class SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: Callable[..., torch.Tensor], token_tensors: Sequence[torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Return the sums [S]. `hidden` [N, width] are the inputs of `head`, whose `weight` and `bias` follow, or logits."""
+        """Return the sums [S]. `hidden` [N, width] are inputs of `head`, with `weight` and `bias`; without it, logits."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         tensors: Any = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)

@@ -44,7 +44,7 @@ class PipelineArguments:
     identity: Any
 
     def check(self, pipeline: Any, stages: Sequence[DiffusionStage] = ()) -> None:
-        """Raise ValueError if the pipeline does not take these arguments or the size of a stage, or requires others."""
+        """Raise ValueError if the pipeline does not take an argument or a stage's size, or requires a further argument."""
         parameters = inspect.signature(type(pipeline).__call__).parameters
         columns, caller = list(self.rows[0]), type(pipeline).__name__
         if unknown := [name for name in columns if name not in parameters]:
@@ -52,7 +52,7 @@ class PipelineArguments:
         named = [value for value in parameters.values() if value.kind is not value.VAR_KEYWORD][1:]
         required = [value.name for value in named if value.default is value.empty]
         if missing := [name for name in required if name not in columns]:
-            raise ValueError(f"data: got {self.name} without {missing[0]!r}, expected all that {caller} requires.")
+            raise ValueError(f"data: got {self.name} without {missing[0]!r}, expected all arguments {caller} requires.")
         for stage in stages:
             if len(stage.size or ()) == 3 and {*FRAME_ARGUMENTS, "video"}.isdisjoint(parameters):
                 got = f"{stage.size} in stage {stage.name!r}"
@@ -79,8 +79,7 @@ def open_samples(data: Any) -> Latents | PipelineArguments:
             - a `datasets.Dataset`, or the id of one on the Hub, "id" or "id:configuration" (split "train"), whose columns
               are such tensors, `latents` and texts `prompt`, or the pipeline's arguments.
 
-            N is the number of samples, L that of tokens, and D the width of an embedding; latents have C channels, F frames,
-            h rows, and w columns.
+            N samples have L tokens each, with embeddings of width D. Latents have C channels, F frames, h rows, w columns.
 
     Raises:
         ValueError, TypeError, ImportError: The data cannot be opened.
@@ -130,9 +129,9 @@ def _identify(value: Any) -> Any:
 
 
 class TrajectoryReader(Reader):
-    """Reads one trajectory of the teacher per row, one call per batch, and samples new trajectories at their end.
+    """Reads the next call of one teacher trajectory per row for each batch; after the last calls, samples new trajectories.
 
-    `sample(reader, numbers)` returns the trajectory of each number, as a list of calls. `constants` are the last batch's.
+    `sample(reader, numbers)` returns a trajectory, a list of calls, for each number. `constants` are the last batch's.
     """
 
     def __init__(
@@ -166,7 +165,8 @@ def sample_rows(
 ) -> list[list[Call]]:  # fmt: skip
     """Return the calls that `sample_row(row, seed)` records for rows of the data, for a `TrajectoryReader`.
 
-    Each row's calls are in random order. Those at one position have one form, so that they can be collated.
+    Each row's calls are in random order, but the calls at one position of all rows have the same form (see `_same_form`),
+    so that they can be collated.
     """
     trajectories = []
     for number in numbers:
@@ -181,7 +181,7 @@ def sample_rows(
 
 
 def collate_calls(calls: Sequence[Call]) -> tuple[Batch, Call]:
-    """Return the tensors of a batch of R calls, [R, ...] each, and its constants, which are all other arguments."""
+    """Return the tensors [R, ...] of R calls, and their other arguments, the constants. Refuse calls of different forms."""
     tensors: Batch = {}
     constants: Call = {}
     for name, value in calls[0].items():
@@ -209,7 +209,7 @@ class Constant:
 
 
 def _same_form(one: Any, other: Any) -> bool:
-    """Return whether two calls, or an argument of them, have tensors of the same shapes, and all else equal."""
+    """Return whether two calls, or two values of an argument, have tensors of the same shapes and are equal otherwise."""
     (ones, structure), (others, other_structure) = tree_flatten(one), tree_flatten(other)
     return structure == other_structure and all(
         a.shape == b.shape if torch.is_tensor(a) and torch.is_tensor(b) else a == b
@@ -260,7 +260,7 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
 def sample_calls(
     pipeline: Any, component: str, transformer: Any, stage: DiffusionStage, arguments: Mapping[str, Any], seed: int
 ) -> list[Call]:
-    """Sample with a pipeline in which `transformer` is `component`, and return the calls of each sample, on the CPU."""
+    """Sample with `transformer` as the pipeline's `component`, and return its calls, one per step and sample, on the CPU."""
     options = make_options(pipeline, transformer.device, arguments, stage, seed)
     with recorded(transformer) as calls, prepared(pipeline, component, transformer, component == TRANSFORMERS[0]):
         pipeline(**options, output_type="latent")
@@ -319,14 +319,14 @@ def make_options(
 
 
 class LastCall(Exception):
-    """Stops a pipeline that no longer calls the recorded transformer."""
+    """Raised to stop a pipeline that will not call the recorded transformer again."""
 
 
 @contextlib.contextmanager
 def swapped(pipeline: Any, component: str, device: torch.device, stops: bool) -> Iterator[None]:
-    """If a pipeline has two transformers (Wan 2.2), keep only the one in use on the device; at the end, `component`.
+    """If a pipeline has two transformers (Wan 2.2), keep only the running one on the device and, at the end, `component`.
 
-    A sharded one also stays there. With `stops`, the pipeline ends before it calls the second one.
+    A sharded transformer always stays there. With `stops`, the pipeline ends before it calls the second transformer.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:
@@ -352,9 +352,9 @@ def swapped(pipeline: Any, component: str, device: torch.device, stops: bool) ->
 
 @contextlib.contextmanager
 def prepared(pipeline: Any, component: str, transformer: Any, stops: bool = False) -> Iterator[None]:
-    """Let a pipeline sample with `transformer` as its `component`, on the transformer's device; then restore it."""
+    """Let a pipeline sample with `transformer` as `component`, on the transformer's device; then restore the pipeline."""
     device = transformer.device
-    # The module may be sharded or trained, so it does not become the component that the pipeline saves.
+    # Setting the attribute would record the class of this sharded or trained module in the pipeline's configuration.
     components = vars(pipeline)
     original, bar = components[component], components.get("_progress_bar_config")
     components[component] = transformer

@@ -101,7 +101,7 @@ class Stage(CommonStage):
 
     def validate_top_k(self) -> None:
         if self.top_k and self.temperature != 1:
-            got = f"{self.temperature} with a KL divergence over the most likely tokens"
+            got = f"{self.temperature} with top_k {self.top_k}"
             raise ValueError(f"temperature: got {got}, expected 1.")
 
 
@@ -152,7 +152,7 @@ class ImageStage(CommonStage):
             cross-entropy), "features" (relative squared error against the teacher's last hidden state), or "transfer".
         temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
         smoothing: Label smoothing, from 0 to 1.
-        crop: Smallest area of a random crop, as a fraction of the image's, before it is cut to fit; 1 disables cropping.
+        crop: Smallest area of a random crop, as a fraction of the image; sides are cut to fit into it. 1 disables cropping.
         flip: Fraction of images that are flipped horizontally.
         shift: Largest distance in pixels by which images are moved, wrapping around at the edges.
         erase: Fraction of images in which a random box is replaced by noise.
@@ -184,8 +184,8 @@ class EncoderStage(CommonStage):
     """A stage that trains a text encoder; see also the fields of `CommonStage`.
 
     Args:
-        loss: "transfer" (see `CommonStage`), or "embeddings" (cosine distance between the last hidden states of student and
-            teacher: its mean over tokens, plus that of the first token, plus that of the states' means over tokens).
+        loss: "transfer" (see `CommonStage`), or "embeddings" (sum of three cosine distances between last hidden states of
+            student and teacher: the tokens' mean distance, the first token's, and the distance of the mean-pooled states).
         seq_len: Tokens per sequence, including special tokens.
     """
 
@@ -223,7 +223,7 @@ class Recipe:
         task: Kind of model, a key of `STAGE_TYPES`.
         about: One or two sentences about the recipe.
         base: Folder or Hub id of the softmax model that is converted.
-        tokenizer: Folder or Hub id of the tokenizer; None means that of `base`.
+        tokenizer: Folder or Hub id of the tokenizer; None means the tokenizer of `base`.
         data: Training data: a path or a Hub id that `distill` accepts.
         settings: Arguments of `convert`; or, to train from scratch, the model's `preset` and settings that differ from it.
         processes: Number of processes that the recipe is meant for; a run may have any.
@@ -300,5 +300,5 @@ def make_stages(stages: Any, stage_type: type[CommonStage] = Stage) -> tuple[Com
         checked_stages.append(stage if is_checked else read_settings(stage_type, stage, f"stage {name!r}: "))
     names = [stage.name for stage in checked_stages]
     if len(set(names)) < len(names) or not all(names):
-        raise ValueError(f"stages: got the names {', '.join(map(repr, names))}, expected different ones.")
+        raise ValueError(f"stages: got the names {', '.join(map(repr, names))}, expected different, nonempty ones.")
     return tuple(checked_stages)

@@ -58,7 +58,7 @@ def deferred_interrupt() -> Iterator[threading.Event]:
 class Run:
     """One training run of `distill`.
 
-    `progress` is saved with every state. Its "sums" (see `Sums`) cover the "since" steps after the last log entry.
+    `progress` is saved with every state. Its "since" counts the steps after the last log entry, which its "sums" cover.
     """
 
     accelerator: Any
@@ -85,7 +85,7 @@ class Run:
         self.progress: dict[str, Any] = {**counts, "seconds": 0.0, "reader": None, "sums": {}, "history": []}
 
     def execute(self) -> Any:
-        """Train the student in place and save it, resume the run, or load its result. All processes call this."""
+        """Train the student in place, from a state if any, and save it, or load a finished run. All processes call this."""
         from accelerate.utils import broadcast_object_list
 
         dtypes = trainable.get_dtypes(self.student)

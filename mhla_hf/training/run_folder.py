@@ -1,8 +1,8 @@
 """The folders of a training run, which survive a killed process.
 
 A finished run creates `<out>` by one rename. Until then, `<out>.state/` has the states `step-N/`, `runs/`, `previews/`, a
-lock, and `unfinished/`, where everything is written before it is renamed; a nonempty folder without it is refused. In each
-state, `run.json` identifies the run, so that no other resumes from it, and has a checksum of every file.
+lock, and `unfinished/`, where everything is written before it is renamed. A nonempty `<out>.state/` without `unfinished/`
+is refused. In each state, `run.json` identifies the only run that may resume from it, and has a checksum of every file.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class RunFolder:
         self.identity: dict[str, Any] = {}
 
     def find(self, identity: dict[str, Any], student: Any) -> Path | Literal["finished"] | None:
-        """Return "finished", the newest state to resume from, or None. Refuse the folder of another run."""
+        """Set `identity`; return "finished", the newest state to resume from, or None. Refuse the folder of another run."""
         current = json.loads(json.dumps(identity))
         initial_hashes = INITIAL_HASHES.setdefault(student, {})
         self.identity = {**current, "student": initial_hashes.get(self.out, current["student"])}
@@ -116,7 +116,7 @@ class RunFolder:
             shutil.rmtree(old_state.rename(self.unfinished / old_state.name))
 
     def find_damage(self, state: Path) -> str:
-        """Name a file of a state that is missing or differs from its checksum; "" if there is none."""
+        """Return "<file> is missing" or "<file> is damaged" if a file of a state does not match its checksum; else ""."""
         checksums = _compute_checksums(state)
         for name, checksum in (read_json(state / IDENTITY) or {})["files"].items():
             if checksums.get(name) != checksum:
@@ -125,7 +125,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def result(self) -> Iterator[Path]:
-        """Yield an empty folder, which becomes `out`, with what trackers and previews wrote; then clear the state."""
+        """Yield an empty folder. At the end, move `RUN_OUTPUTS` into it, rename it to `out`, and clear the state folder."""
         with self._explain_errors("the model"), atomic_folder(self.out, parent=self.unfinished) as temporary:
             yield temporary
             for name in RUN_OUTPUTS:
@@ -163,7 +163,7 @@ class RunFolder:
 
 
 def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dict[str, Any]:
-    """Merge the records of the runs that trained the two transformers of a pipeline; `unit` is that of the task."""
+    """Merge the records of the runs that trained a pipeline's two transformers; `unit` is `Task.unit`."""
     merged = last | {key: first[key] + last[key] for key in ("parameters", "steps", unit, "resumed", "seconds")}
     for key, name in (("stages", "name"), ("history", "stage")):
         merged[key] = [
@@ -175,7 +175,7 @@ def merge_records(first: dict[str, Any], last: dict[str, Any], unit: str) -> dic
 
 
 def unreadable_state(state: Path, reason: str) -> ValueError:
-    expected = "an intact one: delete it to resume from the state before it"
+    expected = "an intact state: delete it to resume from the previous state"
     return ValueError(f"out: got the state {str(state)!r}, which cannot be read ({reason}), expected {expected}.")
 
 

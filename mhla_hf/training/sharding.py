@@ -1,7 +1,7 @@
 """Training with FSDP2, as `accelerate launch` sets it up.
 
 Student and teacher stay unsharded on the CPU, with weights in the main process alone. Every stage trains a sharded
-copy of the student, beside one of the teacher, and at the end gathers its weights in the student.
+copy of the student, with a sharded copy of the teacher, and finally gathers the trained weights in the student.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def launched_with(engine: str) -> bool:
 
 
 def make_accelerator(**options: Any) -> Any:
-    """Create an `Accelerator` for the launched processes, on GPUs or, without one, on CPUs with gloo."""
+    """Create an `Accelerator` for FSDP2 or data parallelism, on GPUs or else on CPUs (gloo). Refuse other engines."""
     import accelerate
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -74,8 +74,8 @@ def make_accelerator(**options: Any) -> Any:
 
 
 def save_average(average: Any, folder: Path) -> None:
-    """Save an `EMAModel` in the folder of a state, with FSDP each process its shards. All processes call this."""
-    with warnings.catch_warnings(action="ignore"):  # of a single process, that it is one
+    """Save an `EMAModel` in a state's folder; with FSDP, each process saves its shards. All processes call this."""
+    with warnings.catch_warnings(action="ignore"):  # torch warns if there is only one process
         save_shards(average.state_dict(), checkpoint_id=folder / AVERAGE_FOLDER)
 
 
@@ -88,7 +88,7 @@ def load_average(average: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]:
-    """With FSDP, put copies into `task` for a stage: a sharded teacher, and a student that Accelerate will shard."""
+    """With FSDP, put copies into `task`: a sharded teacher, and a student to shard; else move the teacher to the device."""
     student, teacher = task.student, task.teacher
     if not accelerator.is_fsdp2:
         if needs_teacher:
@@ -115,7 +115,7 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Tell Accelerate which modules of `root` are FSDP units: blocks, and attentions, which "transfer" calls alone."""
+    """Tell Accelerate which modules of `root` are FSDP units: blocks, and attentions, as "transfer" calls those alone."""
     modules = dict(model.named_modules())
     attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
     block_classes = set(getattr(model, "_no_split_modules", None) or ())

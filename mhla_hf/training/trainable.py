@@ -33,7 +33,7 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
     for stage in stages:
         if not attentions and (stage.loss == "transfer" or stage.trainable != "all"):
             got = f"a model without MHLA layers for stage {stage.name!r}"
-            raise ValueError(f"student: got {got}, expected one that `convert` returned.")
+            raise ValueError(f"student: got {got}, expected a converted model.")
         if not any(_is_trained(name, attentions, stage, value.requires_grad) for name, value in parameters.items()):
             got = f"{stage.trainable!r} in stage {stage.name!r}, which trains no parameter with requires_grad"
             raise ValueError(f"trainable: got {got}, expected 'attention' or 'all', and a student that is not frozen.")
@@ -66,7 +66,7 @@ def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtypes in which parameters (`dtype` or their own; fp32 if the class says so) and buffers are saved."""
+    """Return the dtypes to save by name: a parameter's is `dtype` or, if None, its own; fp32 if the class demands it."""
     cls: Any = type(model)  # an instance may have an attribute from before the conversion
     kept = getattr(cls, "_keep_in_fp32_modules_strict", getattr(cls, "_keep_in_fp32_modules", None)) or ()
     dtypes = get_dtypes(model)

@@ -1,4 +1,4 @@
-"""Registers converted models with vLLM, and checks and adapts its configuration when it serves one."""
+"""Registers converted models with vLLM, and checks and adapts vLLM's configuration for serving them."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..nn.heads import HeadSplit
 
 OPERATOR = "vllm::mhla_attention"
 CPU_BLOCK_SIZE = 32  # the smallest that vLLM's attention on a CPU prefers
-# Fields of the configurations of models with experts, as vLLM looks for them.
+# Configuration fields by which vLLM recognizes models with experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -24,7 +24,7 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Check the settings, and mark MHLA layers as linear: vLLM expects no states of a model with full attention."""
+        """Check the settings, and mark MHLA layers as linear: vLLM keeps no states if all layers are full attention."""
         config = model_config.hf_config
         check_settings(config.mhla, config)
         if getattr(config, "layer_types", None) is not None:
@@ -34,7 +34,7 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Set the size of blocks, and refuse what the plugin does not support."""
+        """Raise ValueError for unsupported options; on a CPU, set the cache's block size, state dtype, and layout."""
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, name) > 1:
@@ -50,25 +50,25 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
             raise ValueError(f"kv_cache_dtype: got {cache.cache_dtype!r} with MHLA layers, expected 'auto'.")
         if not current_platform.is_cpu():
             return
-        cache.mamba_ssm_cache_dtype = "float32"  # of other models; vLLM would set it with a warning
+        cache.mamba_ssm_cache_dtype = "float32"  # only other models use it; vLLM would set it with a warning
         if not cache.user_specified_block_size:
-            # vLLM rounds the page of a state up to a multiple of this. Without it, vLLM takes 128, and takes it again in the
-            # process of the engine, after it has rounded: states would be stored at other lengths than looked up.
+            # vLLM rounds the page of a state up to a multiple of this. Unless it counts as the user's, vLLM sets it to 128,
+            # again in the engine's process after rounding: states would be stored at other lengths than looked up.
             cache.block_size, cache.user_specified_block_size = CPU_BLOCK_SIZE, True
         if size > 1:
-            cache.kv_cache_layout = "LBHNC"  # a process without softmax heads would choose another than the others
+            cache.kv_cache_layout = "LBHNC"  # a process without softmax heads would choose another layout
 
 
 def check_settings(settings: dict[str, Any], config: Any) -> None:
     """Raise ValueError if the plugin cannot serve a converted model with these settings, its `config.mhla`."""
     if not settings["windowed"]:
-        raise ValueError("windowed: got false, expected true: the state of a mixing matrix grows.")
+        raise ValueError("windowed: got false, expected true: with a mixing matrix, the state grows.")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
 
 
 def check_tensor_parallel(size: int, config: Any, caches_prefixes: bool) -> None:
-    """Raise ValueError if the heads of a converted model cannot be split among `size` processes."""
+    """Raise ValueError if `size` processes cannot split the heads or, caching prefixes, have different kinds of heads."""
     if size == 1:
         return
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -82,8 +82,8 @@ def check_tensor_parallel(size: int, config: Any, caches_prefixes: bool) -> None
         kinds.add((has_softmax, len(softmax_heads) < len(layers) or any(count[False] for count in counts)))
     # vLLM sizes pages by the attention layers of each process.
     if kinds >= {(True, True), (False, True)}:
-        expected = "a number with which all processes have softmax heads"
-        raise ValueError(f"tensor_parallel_size: got {size}, where one has MHLA heads alone, expected {expected}.")
+        expected = "a size that gives every process softmax heads"
+        raise ValueError(f"tensor_parallel_size: got {size}, with only MHLA heads in a process, expected {expected}.")
     if caches_prefixes and len(kinds) > 1:
         raise ValueError(
             f"enable_prefix_caching: got True with {size} processes that have different kinds of heads, expected False "

@@ -55,7 +55,7 @@ class BatchPlan:
 
     metadata: Any = None  # the object by which vLLM describes the batch
     decodes: DecodeBatch | None  # the step of requests with one new token, which come first
-    prefills: list[tuple[slice, int]]  # of each other request, its tokens and their first position
+    prefills: list[tuple[slice, int]]  # for each other request, the slice of its tokens, and the first one's position
     is_warm: bool = False  # whether steps are compiled already
 
     def update(self, metadata: Any, batch: LinearAttentionMetadata, attention: PagedAttention) -> None:
@@ -110,7 +110,7 @@ class PagedMHLA(SalientCore):
         return self.attention
 
     def attend_batch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
-        """Write the output of vLLM's current batch into `o` [T, H, V]. Requests with one new token come first."""
+        """Write the output of vLLM's current batch into `o` [T, H, V], or zeros without a batch, and update the pages."""
         context = get_forward_context()
         metadata: Any = context.attn_metadata
         if metadata is None:  # vLLM measures memory, and compiles
@@ -140,7 +140,7 @@ direct_register_custom_op(OPERATOR, mhla_attention, mutates_args=["o"], fake_imp
 
 
 def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """View the memory behind N `views`, int8 [blocks, 1, 1, bytes of a page] each, as rows, so that each page begins one.
+    """View the memory behind N `views`, int8 [blocks, 1, 1, bytes of a page], as rows, with each page at the start of a row.
 
     Return the memory, int8 [rows, bytes of a row]; the row of each view's block 0, int64 [N]; and the number of rows from
     one block of a view to its next, int64 [N].
@@ -148,7 +148,7 @@ def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, to
     starts, steps = [view.storage_offset() for view in views], [view.stride(0) for view in views]
     row, page = gcd(*starts, *steps), views[0].shape[-1]
     if row < page:
-        raise ValueError(f"kv_cache: got pages of {page} bytes at multiples of {row} bytes, expected room for a page.")
+        raise ValueError(f"kv_cache: got pages of {page} bytes at multiples of {row} bytes, expected at least {page}.")
     device = views[0].device
     memory = torch.empty(0, dtype=torch.int8, device=device).set_(views[0].untyped_storage())
     num_rows = len(memory) // row

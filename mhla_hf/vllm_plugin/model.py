@@ -95,7 +95,7 @@ class MHLAServing:
 
     @classmethod
     def get_mamba_state_copy_funcs(cls, kinds: Collection[str]) -> dict[str, tuple[Any, ...]]:
-        """Return how vLLM copies the state at a prefix that requests have in common: as one row of bytes."""
+        """Return, by kind, the function that copies a state at a prefix that requests share: as one row of bytes."""
         return dict.fromkeys(kinds, (get_temporal_copy_spec,))
 
 

@@ -1,8 +1,8 @@
 """Decoder states in the pages of a serving engine, as rows of one pool that requests take and return.
 
-A page holds the state of some KV heads of one layer for one request, in as many bytes as a page of keys and values. It is a
-`SalientState` without what follows from the request's position, which slots are filled, and without `final`: the steps of
-an engine compare all tokens of a block when it leaves the window.
+A page holds the state of some KV heads of one layer for one request, in as many bytes as a page of keys and values: a
+`SalientState` without `valid`, which follows from the request's position, and without `final`, since an engine's steps
+compare all tokens of a block with the salient ones at once, when the block leaves the window.
 """
 
 from collections.abc import Sequence
@@ -35,13 +35,13 @@ class PageLayout:
     """What a page holds: the state of U KV heads of one request."""
 
     heads: int  # U
-    num_slots: int  # of the ring, with sinks
+    num_slots: int  # for the sinks and the ring of recent tokens
     # Shapes [U, ...] and dtypes by name, in their order in memory.
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     @staticmethod
     def of(settings: MHLASettings, heads: int, head_dim: int, dtype: torch.dtype) -> "PageLayout":
-        """Lay out the state of heads of this width in a model of this dtype."""
+        """Lay out the state of `heads` KV heads of width `head_dim`, with keys and values of `dtype`."""
         options = WindowedOptions(settings.block_size, settings.window, settings.sinks, salient=settings.salient)
         token = torch.empty(1, 1, heads, head_dim, dtype=dtype, device="meta")
         state = SalientState.empty(token, token, options)
@@ -84,7 +84,7 @@ class PagePool:
             rows.index_copy_(0, pages.flatten(), part.reshape(pages.numel(), -1).to(rows.dtype))
 
     def clear(self, pages: torch.Tensor) -> None:
-        """Fill pages int64 [N, P], which may hold anything, with the state of requests without tokens."""
+        """Reset pages, int64 [N, P], to the state of requests without tokens, whatever the pages hold."""
         for name, part in self.parts.items():
             part[pages] = -1 if name == "rank" else 0  # as in `SalientState.empty`
 
@@ -99,14 +99,14 @@ class PagePool:
 def attend_pages(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `attend_slots` over n of the pages that k and v [rows, U, S, D] are: q [n, U * H / G * D], pages int64 [n]."""
+    """Compute `attend_slots` for n pages, int64 [n], of the pool's k and v [rows, U, S, D]; q is [n, U * H / G * D]."""
     return attend_slots(q.unflatten(1, (k.shape[1], -1, k.shape[3])), k[pages], v[pages], mask, scale)
 
 
 def attend_copied_pages(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `attend_pages` without a compiler, which would copy nothing."""
+    """Compute `attend_pages` without a compiler, in chunks of `CHUNK_BYTES`, since indexing copies the pages."""
     size = max(1, CHUNK_BYTES // (k[0].nbytes + v[0].nbytes))
     parts = [
         attend_pages(q[first : first + size], k, v, pages[first : first + size], mask[first : first + size], scale)
@@ -116,11 +116,11 @@ def attend_copied_pages(
 
 
 compiled_attend_pages = torch.compile(attend_pages, dynamic=True)
-WARM_UP_PAGES = (1, 11)  # of one page, and of any number of them, which is no size of a model
+WARM_UP_PAGES = (1, 11)  # one page has a graph of its own; 11, no size of a model, stands for all other numbers
 
 
 def warm_up(layout: PageLayout, options: WindowedOptions, queries_per_kv: int, device: torch.device) -> None:
-    """Compile `attend_pages` for pages of a layout."""
+    """Compile `attend_pages` for pages of a layout before the first batch."""
     num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in layout.parts.values())
     pool = PagePool(torch.zeros(2 * WARM_UP_PAGES[-1], 2 * num_bytes, dtype=torch.int8, device=device), layout)
     heads, num_keys, width = layout.parts["k"][0]
@@ -145,7 +145,7 @@ class PagedAttention:
 
     pool: PagePool
     options: WindowedOptions
-    is_compiled: bool = False  # whether steps of one token are
+    is_compiled: bool = False  # whether torch.compile runs the steps of one token
 
     def plan(self, position: torch.Tensor) -> DecodeBatch:
         """Plan a step of one token per request, at int64 positions [N], which all layers share."""
@@ -182,7 +182,7 @@ class PagedAttention:
         return call(queries, self.pool.parts["k"], self.pool.parts["v"], pages.flatten(), mask, self.options.scale)
 
     def read_state(self, pages: torch.Tensor, position: torch.Tensor) -> SalientState:
-        """Copy the pages [N, P] of N requests, which have `position` tokens [N] each, into a state."""
+        """Copy the pages [N, P] of N requests, whose numbers of tokens are `position` [N], into a `SalientState`."""
         parts = dict(zip(self.pool.parts, self.pool.take(pages, *self.pool.parts), strict=True))
         return SalientState(
             block_size=self.options.block_size,
@@ -200,7 +200,7 @@ class PagedAttention:
         q, k, v = q[None], k[None], v[None]
         position = torch.full((1,), start, device=pages.device)
         state = SalientState.empty(k, v, self.options) if start == 0 else self.read_state(pages, position)
-        step = plan_eager_step(position, self.pool.layout.num_slots, self.options)  # if there is one token
+        step = plan_eager_step(position, self.pool.layout.num_slots, self.options)  # used only if T is 1
         o = continue_salient(q, k, v, state, self.options, fresh=start == 0, plan=step)
         self.pool.put(pages, **{name: getattr(state, name) for name in self.pool.parts})
         return o[0]

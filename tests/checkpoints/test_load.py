@@ -87,7 +87,7 @@ DAMAGED = {  # config.json, and what is said of it
     '{"model_type": "llama", "num_hidden_layers": 10000000}': "num_hidden_layers in config.json: got 10000000, expected at",
     '{"model_type": "gpt2", "n_layer": 10000000}': "n_layer in config.json: got 10000000, expected at most 10000",
     '{"model_type": "mhla_llama", "mhla": [1]}': "mhla: got list, expected a dictionary of settings",
-    '{"model_type": "mhla_llama", "mhla": {"layers": [99]}}': "layers: got index 99, expected less than",
+    '{"model_type": "mhla_llama", "mhla": {"layers": [99]}}': "layers: got index 99, expected at most",
 }
 
 

@@ -97,7 +97,7 @@ def test_pipelines_sample_prompts(monkeypatch):
     seen, pipe = [], PIPELINES["wan"]()
     record = lambda self, prompt, **options: seen.append({"prompt": prompt, **options})  # noqa: E731
     monkeypatch.setattr(type(pipe), "__call__", record)
-    with pytest.raises(ValueError, match="do not run WanTransformer3DModel"):
+    with pytest.raises(ValueError, match="a run without WanTransformer3DModel"):
         mhla_hf.convert(pipe, samples=["a cat", "a dog"], progress=False)
     assert [options["prompt"] for options in seen] == ["a cat", "a dog"] * 4 and seen[0]["output_type"] == "latent"
     assert type(pipe.transformer) is diffusers.WanTransformer3DModel
@@ -125,7 +125,7 @@ def tower(samples, device="cpu"):
     return mhla_hf.convert(softmax_tower("ViTModel").to(device), samples=samples)
 
 
-EDIT = "got prompts with FluxKontextPipeline, expected a function that samples, given a torch.Generator"
+EDIT = "got prompts with FluxKontextPipeline, expected a function that samples with a torch.Generator"
 CACHE = "model: got Flux2KVAttnProcessor in layer 0, expected one without a cache of reference images"
 REFUSED = {
     "a language model": (lambda: mhla_hf.convert(softmax_model(), samples=["a"]), "samples: got some for Llama"),

@@ -222,8 +222,8 @@ def test_other_types(model_type):
 
 
 WRONG = [
-    ({"text": TEXT[:100]}, "text: got 100 tokens, expected at least 150: 6 rows of more than 24, the window and"),
-    ({"window": 12}, "window: got 12 with block_size 8, expected a window and one block of less than the 96 tokens of"),
+    ({"text": TEXT[:100]}, "text: got 100 tokens, expected at least 150: 6 rows of more tokens than the 24 of"),
+    ({"window": 12}, "window: got 12 with block_size 8, expected (window + 1) * block_size below the 96 tokens"),
     ({"context": "4096"}, "context: got '4096', expected a whole number of at least 1."),
     ({"windowed": False}, "text: got a text along with windowed=False"),
     (

@@ -60,7 +60,7 @@ def test_precision_and_recall_are_torch_fidelitys(fidelity):
 
 
 BAD = [
-    (lambda: image_scores.Extractor("judge", features, ""), "version: got '', expected a text that changes when"),
+    (lambda: image_scores.Extractor("judge", features, ""), "version: got '', expected a text that identifies"),
     (lambda: image_scores.find_extractor("digits"), "expected 'inception', 'module:function'"),
     (lambda: Moments.of(torch.zeros(1, 3)), "expected [N, D] with N of at least 2"),
     (lambda: inception_score(torch.zeros(15, 3), splits=10), "images: got 15 for 10 splits"),

@@ -164,7 +164,7 @@ def test_recall_and_generation_are_asked_of_converted_language_models(folder, tm
         assert list_unmeasured([make_result(task=task, limit=1) for task in tasks]) == ["recall", "generation"]
     text = write_card(score(folder, ("heldout_recall",)), name="tester/mhla", license="apache-2.0").read_text()
     assert "- Generation was not measured." in text and "- Recall of single facts" not in text
-    with pytest.raises(ValueError, match=r"no result for generation, expected .*: evaluate with the recipe recall"):
+    with pytest.raises(ValueError, match=r"no result for generation, expected .*; evaluate with the recipe recall"):
         stage_folder(folder, tmp_path / "refused")
     stage_folder(folder, tmp_path / "draft", draft=True)
     save_model(tmp_path / "scratch", small_scratch())

@@ -67,7 +67,7 @@ def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, cap
     assert {method for method, *_ in hub.log} == {"GET"}
     hub.fault("503", times=9)
     assert push(shelf / "new", NAME, dry_run=True).deleted == ()
-    assert "push: which files of tester/mhla it would delete is not known (" in caplog.text
+    assert "push: cannot tell which files of tester/mhla would be deleted (" in caplog.text
 
 
 def test_a_second_push_changes_only_what_changed(hub, shelf):

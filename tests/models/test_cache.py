@@ -83,7 +83,7 @@ def test_cache_of_another_model_is_refused():
         model(tokens(1, 1), **{CACHE: cache})
     ours = DynamicCache(config=model.config)
     model(tokens(1, 5), **{CACHE: ours})
-    with pytest.raises(ValueError, match="past_key_values: a layer without MHLA wrote"):
+    with pytest.raises(ValueError, match="past_key_values: got keys from a layer without MHLA"):
         base(tokens(1, 1), **{CACHE: ours})
 
 

@@ -269,14 +269,14 @@ RUNNING = {
         "img_ids: got 20 positions in another order, expected the rows and columns of each image"),
     "shapes of other images": (
         lambda: converted("qwen-image")(**{**inputs("qwen-image"), "img_shapes": [[(1, 2, 5)] * 3]}),
-        "img_shapes: got [[(1, 2, 5), (1, 2, 5), (1, 2, 5)]], expected images of 20 tokens together"),
+        "img_shapes: got [[(1, 2, 5), (1, 2, 5), (1, 2, 5)]], expected shapes of 20 tokens in total"),
     "image prompts": (lambda: converted("flux")(**inputs("flux"), joint_attention_kwargs={"ip_hidden_states": []}),
         "ip_hidden_states: got image prompts, expected None"),
     "rotated features": (lambda: converted("flux", rope="after"), "rope: got 'after', expected one of ['before', 'near']"),
     "a causal mask": (lambda: mhla_hf.convert(tiny_transformer("skyreels", num_frame_per_block=3))(**inputs("skyreels")),
         "attention_mask: got a tensor, expected None"),
     "official on unequal blocks": (lambda: converted("sana", normalize="official", layout=[3, 3])(**inputs("sana")),
-        "normalize: got 'official', expected equal blocks"),
+        "normalize: got 'official', expected blocks of equal size"),
 }  # fmt: skip
 
 

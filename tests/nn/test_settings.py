@@ -18,7 +18,7 @@ SETTINGS = [
     ({"layers": "1/3"}, "layers"),
     ({"layers": [1, 1]}, "layers"),
     ({"salient": -1}, "salient: got -1"),
-    ({"rope": "near"}, 'rope: got "near" for a sequence'),
+    ({"rope": "near"}, 'rope: got "near" with layout=None'),
     ({"softmax_heads": {1: [0]}}, "softmax_heads: got {'1': [0]} with windowed=False and layout=None"),
     ({"windowed": True, "layout": [2], "softmax_heads": {1: [0]}}, "windowed=True and layout=[2], expected"),
     ({"windowed": True, "feature_map": "identity"}, 'feature_map: got "identity" with windowed=True'),

@@ -59,7 +59,7 @@ def test_bad_input(name):
 BAD_STEPS = {
     "state_kind": ({"state": {}}, "state: got a dict"),
     "state_normalize": ({"normalize": False}, "normalize: got False, expected True"),
-    "state_batch": ({"q": ONE["q"], "k": ONE["k"], "v": ONE["v"]}, "state: got a state of batch 2"),
+    "state_batch": ({"q": ONE["q"], "k": ONE["k"], "v": ONE["v"]}, "state: got 2 for its batch"),
     "k_tokens": ({"k": torch.rand(2, 4, 2, 3), "v": torch.rand(2, 4, 2, 5)}, "k: got 4 tokens"),
     "mixing_small": ({"mixing": torch.rand(4, 4)}, "mixing: got shape [4, 4], expected at least 5 rows"),
 }
@@ -80,14 +80,14 @@ def test_bad_step_leaves_the_state(name):
 @pytest.mark.parametrize(
     "act, words",
     [
-        (lambda s: s.crop(5), "count: got 5, expected 0 to 4, the tokens of one block."),
-        (lambda s: (s.crop(4), s.crop(4)), "count: got 4, expected at most 2, the tokens that the window still holds."),
+        (lambda s: s.crop(5), "count: got 5, expected an int from 0 to 4, the block size."),
+        (lambda s: (s.crop(4), s.crop(4)), "count: got 4, expected at most 2, the tokens that can still be removed."),
         (lambda s: (s.select(torch.tensor([1])), s.crop(4)), "expected at most 3, the length of the shortest row."),
     ],
 )
 def test_bad_state_calls(act, words):
     _, state = mhla(**good(), starts=torch.tensor([0, 7]), return_state=True)
-    if "window" in words:
+    if "removed" in words:
         state.select(torch.tensor([0]))
     with refused(words):
         act(state)

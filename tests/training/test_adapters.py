@@ -140,9 +140,9 @@ def test_changes_of_distillation_as_lora(tmp_path):
     coarse = mhla_hf.load_adapter(softmax_model(), tmp_path / "coarse")(ids).logits
     assert 0 < (coarse - model(ids).logits).norm() < (base(ids).logits - model(ids).logits).norm()
     model.model.norm.weight += 1
-    with refused("base: got a model whose 'model.norm.weight' differs, expected one from which only weights of linear"):
+    with refused("base: got a model whose 'model.norm.weight' differs, expected a model that differs only in"):
         mhla_hf.save_adapter(model, tmp_path / "adapter", base=base)
-    with refused("base: got LlamaForCausalLM, whose 'model.embed_tokens.weight' does not fit the model, expected its"):
+    with refused("base: got LlamaForCausalLM, whose 'model.embed_tokens.weight' does not fit the model, expected the"):
         mhla_hf.save_adapter(model, tmp_path / "adapter", base=softmax_model(vocab_size=40))
 
 
@@ -180,7 +180,7 @@ def test_merged_lora_is_saved_or_refused(tmp_path):
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
     with torch.enable_grad():
         again = trained_adapter(1, merged[1])
-    with refused("expected what merge_and_unload() returns, with base=ORIGINAL, and rank="):
+    with refused("expected the model that merge_and_unload() returned, with base=ORIGINAL and rank="):
         mhla_hf.save_adapter(again, tmp_path / "again")
     with refused("rank: got 0, expected a whole number of at least 1."):
         mhla_hf.save_adapter(merged[0], tmp_path / "merged", base=softmax_model(), rank=0)

@@ -211,11 +211,11 @@ def test_a_folder_of_images(tmp_path):
 
 
 REFUSED = [
-    ("i2v", ["a cat"], "data: got prompts without 'image', expected all that WanImageToVideoPipeline requires"),
+    ("i2v", ["a cat"], "data: got prompts without 'image', expected all arguments WanImageToVideoPipeline"),
     ("aura-flow", ["a cat"], r"size: got \[9, 64, 80\] in stage 'transfer', expected \[rows, columns\] in pixels"),
     ("i2v", [{"image": 1, "text": "a"}], "with 'text', expected only arguments of WanImageToVideoPipeline"),
     ("ti2v", {"latents": torch.zeros(1, 16, 3, 8, 10), "prompt_embeds": torch.zeros(1, 4, 32)},
-        "got latents with a model of text and first frame"),
+        "got latents with a text-and-image-to-video model"),
     ("ltx", {"latents": torch.zeros(1, 8)}, "got latents with MHLALTXVideoTransformer3DModel, expected arguments"),
 ]  # fmt: skip
 
@@ -236,7 +236,7 @@ def test_experts_and_previews_that_do_not_fit_are_refused_before_the_first(lab, 
         ("teacher: got one transformer, expected a pipeline with two",
             lambda: mhla_hf.distill(pipe, PIPELINES["wan"](), **options)),
         ("boundary_ratio: got None in a pipeline with two", lambda: mhla_hf.distill(without, without, **options)),
-        ("without 'image', expected all that WanImageToVideoPipeline requires",
+        ("without 'image', expected all arguments WanImageToVideoPipeline requires",
             lambda: distill(tmp_path / "a", "i2v", data=latents, preview_every=1)),
         ("preview_every: got a number with a model that makes no images, expected 0",
             lambda: lab.train(tmp_path / "a", preview_every=1)),

@@ -24,7 +24,7 @@ def test_schedule(schedule):
 BAD = [
     (Stage, {"batch_size": 10**12}, "batch_size: got 1000000000000, expected a whole number from 1 to 1000000"),
     (Stage, {"loss": "transfer"}, "trainable: got 'all' with loss 'transfer', expected 'mhla' or 'attention'"),
-    (Stage, {"loss": "logits", "top_k": 8, "temperature": 2}, "temperature: got 2 with a KL divergence over the most"),
+    (Stage, {"loss": "logits", "top_k": 8, "temperature": 2}, "temperature: got 2 with top_k 8, expected 1"),
     (DiffusionStage, {"size": [0, 4]}, r"size: got \[0, 4\], expected \[rows, columns\] or"),
     (Stage, {"ema": 1}, "ema: got 1, expected a number of at least 0 and below 1"),
     (Stage, {"steps": True}, "steps: got True, expected int"),
@@ -32,7 +32,7 @@ BAD = [
     (Stage, [], "stages: got .., expected a list of Stage or of mappings, at least one"),
     (Stage, ["lm"], "stage 1: got 'lm', expected a mapping"),
     (Stage, [{"name": "a", "loss": "lm", "steps": 1}], "lr: got nothing, expected a value"),
-    (Stage, [GOOD, GOOD], "stages: got the names 'a', 'a', expected different ones"),
+    (Stage, [GOOD, GOOD], "stages: got the names 'a', 'a', expected different, nonempty ones"),
 ]
 
 

@@ -86,5 +86,5 @@ class TokenShards:
         return self.local_tokens(args[0], self.state.grid), *args[1:]
 
     def after_output(self, _module: nn.Module, _args: Any, tokens: Tensor) -> Tensor:
-        """Restore the order of all tokens, which diffusers has gathered."""
+        """Put all tokens, which diffusers has gathered in the order of blocks, back into the order of the grid."""
         return tokens.index_select(1, self.order(self.state.grid, tokens.device).argsort())

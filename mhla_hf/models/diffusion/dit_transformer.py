@@ -1,7 +1,7 @@
 """DiT with MHLA in its self-attention (section 5.2): converted, or from scratch in the sizes S, B, L, and XL.
 
 DiG (table 3, arXiv 2405.18428) is DiT with other blocks: narrow q and k, gate, norm per head, SwiGLU, and a local
-convolution. MHLA sees the whole grid in place of its causal attention, which reorders tokens from block to block.
+convolution. DiG's own attention is causal, in another order of tokens in each block; MHLA sees the whole grid instead.
 """
 
 import re
@@ -60,7 +60,7 @@ def become_dig_block(block: Any) -> None:
 
 
 def dit_preset(name: str) -> dict[str, Any]:
-    """Return the arguments of a model for "DiT-" or "DiG-", a size (S, B, L, XL), and a patch size: "DiT-S/2"."""
+    """Return a model's arguments for a preset: DiT or DiG, size, and patch size, as in "DiT-S/2"; ValueError for others."""
     match = re.fullmatch(r"(DiT|DiG)-(S|B|L|XL)/([248])", name)
     if match is None:
         expected = "DiT- or DiG-, S, B, L or XL, and /2, /4 or /8, such as 'DiT-S/2'"

@@ -1,4 +1,4 @@
-"""Reads what the transformers of diffusers pass in different forms, which a `DiffusionKind` names."""
+"""Reads modules, rotary embeddings, and grids of diffusers' transformers, in the form that a `DiffusionKind` names."""
 
 import math
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ class AttentionParts(NamedTuple):
     norm_k: nn.Module | None
     outputs: tuple[nn.Module, ...]  # that come after the attention, in order
     num_heads: int
-    fused: str = "to_qkv"  # name of the projection that replaces three in `fuse_qkv_projections`
+    fused: str = "to_qkv"  # name of the projection to q, k, and v made by `fuse_qkv_projections`
 
 
 def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
-    """Return the modules of a self-attention; with `text`, those for the text, if it has some of its own."""
+    """Return the modules of a self-attention; with `text`, its separate modules for text tokens if it has such."""
     if text and getattr(attn, "add_q_proj", None) is not None:
         inputs = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
         output = getattr(attn, "to_add_out", None)  # the last layer may drop the text
@@ -40,7 +40,7 @@ def attention_parts(attn: Any, text: bool = False) -> AttentionParts:
         inputs = (attn.to_query, attn.to_key, attn.to_value, attn.query_norm, attn.key_norm)
         return AttentionParts(*inputs, (attn.out_layer,), attn.num_heads)
     inputs = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-    # An output projection that attention and MLP share is the block's.
+    # Without `to_out`, the block applies one output projection to attention and MLP.
     return AttentionParts(*inputs, tuple(getattr(attn, "to_out", None) or ()), attn.heads)
 
 
@@ -88,7 +88,7 @@ def project_heads(attn: Any, hidden_states: Tensor, head_norm: bool, text: bool 
 
 def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
     """Read a rotary embedding in the form that `DiffusionKind.rotary` names."""
-    if form == "axes":  # of each third of a head [positions, K / 3], and the tokens' positions [1, T] (Allegro)
+    if form == "axes":  # tables [positions, K / 3] for each axis, and the tokens' positions [1, T] (Allegro)
         tables, positions = rotary
         cos, sin = (
             torch.cat([F.embedding(place, table[i]) for place, table in zip(positions, tables, strict=True)], dim=-1)
@@ -131,14 +131,14 @@ def grid_of_positions(positions: Tensor, num_tokens: int) -> tuple[Any, ...]:
 
 
 def grid_of_shapes(shapes: Any, num_tokens: int) -> tuple[Any, ...]:
-    """Return rows and columns, or for several images a tuple of each, from the `img_shapes` of Qwen-Image.
+    """Return (rows, columns), or for several images a tuple of pairs, from the `img_shapes` of Qwen-Image.
 
-    These are (frames, rows, columns) for each row of a batch, or a list of several. Frames become further rows of tokens.
+    Each batch element has one shape (frames, rows, columns), or a list of several. Frames become further rows of tokens.
     """
     first = shapes[0] if isinstance(shapes[0], list) else [shapes[0]]
     grids = tuple((frames * height, width) for frames, height, width in first)
     if sum(map(math.prod, grids)) != num_tokens or any(shape != shapes[0] for shape in shapes):
-        expected = f"images of {num_tokens} tokens together, the same in all rows"
+        expected = f"shapes of {num_tokens} tokens in total, the same for every batch element"
         raise ValueError(f"img_shapes: got {shapes}, expected {expected}.")
     return grids if len(grids) > 1 else grids[0]
 

@@ -98,7 +98,7 @@ class GridAttnProcessor(nn.Module):
         self.set_base_processor(base_processor)
 
     def set_base_processor(self, processor: Any) -> None:
-        """Set the processor of the base, which must have no weights: they would be in this one's state dict."""
+        """Set the base's processor. It must have no weights, which would get into the state dict of the MHLA processor."""
         self.base_processor = processor
         self.base_arguments = frozenset(inspect.signature(processor.__call__).parameters)
 
@@ -122,7 +122,7 @@ class MHLAAttnProcessor(GridAttnProcessor):
         rotary_emb_kv: Any = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend over the whole grid by its T tokens or, in context parallelism, this process's: [B, T, C] -> [B, T, C].
+        """Attend from T tokens, all or (context parallelism) this process's, to the whole grid: [B, T, C] -> [B, T, C].
 
         `perturbation_mask` [B, 1, 1] is the fraction of attention in the output, the rest is v; `all_perturbed` says whether
         all of it is 0 (LTX-2). In self-attention, `key_rotary_emb` is None, and `rotary_emb_kv` is `rotary_emb`.
@@ -160,7 +160,7 @@ QKV = tuple[Tensor, ...]
 class TextGridAttnProcessor(GridAttnProcessor):
     """Base class of processors that compute joint attention, with MHLA among the tokens of the grid (`JointMHLA`)."""
 
-    _attention_backend: Any = None  # `set_attention_backend` of diffusers writes it here; None is that of the process
+    _attention_backend: Any = None  # written by diffusers' `set_attention_backend`; None for the global one
 
     def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
@@ -178,7 +178,7 @@ class TextGridAttnProcessor(GridAttnProcessor):
         grid = self.state.current_grid()
         num_text = num_tokens - sum(map(math.prod, split_grids(grid)))
         if num_text < 0:
-            raise ValueError(f"grid: got {grid} in {num_tokens} tokens of text and grid, expected a smaller grid.")
+            raise ValueError(f"grid: got {grid}, expected at most the {num_tokens} tokens of the whole sequence.")
         return num_text
 
     def attend(
@@ -267,5 +267,5 @@ def text_masks(
 
 
 def holds_mhla(processor: Any) -> bool:
-    """Return whether a processor is one of MHLA, whose classes diffusers defines anew at each load of a checkpoint."""
+    """Return whether a processor is MHLA's; `isinstance` fails as diffusers redefines classes when it loads a checkpoint."""
     return hasattr(processor, "mhla")

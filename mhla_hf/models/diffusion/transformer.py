@@ -44,7 +44,7 @@ class MHLATransformerMixin:
     """
 
     family: DiffusionFamily
-    # Further arguments of the constructor, and their defaults; the report of a conversion with samples is only stored.
+    # Further arguments of the constructor, and their defaults. `mhla_measured`, the report of a conversion, is only stored.
     mhla_arguments: dict[str, Any] = {"mhla_measured": None}
 
     def __init_subclass__(cls: Any, **kwargs: Any) -> None:
@@ -115,15 +115,15 @@ class MHLATransformerMixin:
                 of softmax layers.
         """
         if cp_plan is not None:
-            raise ValueError("cp_plan: got one, expected None: MHLA layers need tokens in the order of their blocks.")
+            raise ValueError("cp_plan: got a plan, expected None: MHLA layers need tokens in block order.")
         if self._cp_plan is None:  # then diffusers raises an error
             return super().enable_parallelism(config=config)  # type: ignore[misc]
-        if not hasattr(self, "blocks"):  # LTX: stock splits the tokens of text and audio, too
+        if not hasattr(self, "blocks"):  # LTX, where diffusers splits the tokens of text and audio, too
             raise ValueError(f"model: got {type(self).__name__}, expected a model of Wan for context parallelism.")
         degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
         heads = self.config.num_attention_heads
         if heads % degree and len(self.config.mhla["layers"]) < len(find_self_attentions(self)):
-            expected = f"one that divides the {heads} heads of softmax layers, or ring_degree"
+            expected = f"a divisor of the {heads} heads of softmax layers; or use ring_degree"
             raise ValueError(f"ulysses_degree: got {degree}, expected {expected}.")
         plan = {"proj_out": self._cp_plan["proj_out"]}
         super().enable_parallelism(config=config, cp_plan=plan)  # type: ignore[misc]
@@ -140,7 +140,7 @@ class MHLATransformerMixin:
             function = GridCheckpoint(self.mhla_state, function)
         super()._set_gradient_checkpointing(enable, function)  # type: ignore[misc]
 
-    # A pipeline passes only the arguments that the signature names, so it has to be that of the base.
+    # A pipeline passes only the arguments that the signature names, so this method needs the base's.
     @functools.wraps(ModelMixin.save_pretrained, assigned=())
     def save_pretrained(
         self: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
@@ -180,7 +180,7 @@ class MHLATransformerMixin:
         returns_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(path, output_loading_info=True, **kwargs)  # type: ignore[misc]
         if missing := sorted(info["missing_keys"]):
-            expected = f"all weights of {cls.__name__}; a model without MHLA layers is for mhla_hf.convert"
+            expected = f"all weights of {cls.__name__}; convert a model without MHLA layers by mhla_hf.convert"
             raise ValueError(f"{path}: has no {missing[0]!r} ({len(missing)} missing), expected {expected}.")
         if unknown := sorted(key for key in info["unexpected_keys"] if ".mhla." in key):
             raise ValueError(f"{path}: has {unknown[0]!r}, expected only the MHLA layers of its config.json.")
@@ -218,7 +218,7 @@ class MHLAProcessorsMixin:
 
 
 def make_constructor(base: Any, further: dict[str, Any]) -> Any:
-    """Make a constructor that calls that of `base` and installs MHLA, with a signature that lists all arguments."""
+    """Make a constructor that calls `base.__init__` and installs MHLA; its signature lists the arguments of both."""
 
     def __init__(self: Any, *, mhla: dict[str, Any] | None = None, **kwargs: Any) -> None:
         base.__init__(self, **{name: value for name, value in kwargs.items() if name not in further})
@@ -234,7 +234,7 @@ def make_constructor(base: Any, further: dict[str, Any]) -> Any:
 
 
 def make_forward(base: Any) -> Callable[..., Any]:
-    """Make the forward of an MHLA class: check the MHLA processors, then run that of `base` with the grid of its latents."""
+    """Make a forward that checks the MHLA processors, and runs the base's forward with the grid of its latents."""
     names = tuple(inspect.signature(base.forward).parameters)[2:]
     # Read once here: torch.compile cannot look it up in classes that it must not trace, such as LTX's.
     base_forward = base.forward

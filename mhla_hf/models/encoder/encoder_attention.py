@@ -62,9 +62,9 @@ def find_encoder_attentions(model: nn.Module) -> dict[int, Any]:
 def pass_rows(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Add `mhla_rows` to an encoder's arguments: each row's first real token, int64 [B], and which are real, bool [B, T].
+    """Add `mhla_rows` if there is padding: the index of each row's first real token [B], and which are real, bool [B, T].
 
-    The first is None if all rows begin with a real token. Unless the caller passes positions, they begin at that token, too.
+    The indices are None if all rows begin with a real token; otherwise positions, unless given, count from that index.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = kwargs.get("attention_mask")
@@ -74,7 +74,7 @@ def pass_rows(
         got = f"{mask.ndim} axes" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: got {got}, expected [batch, length] for an encoder with MHLA layers.")
     is_real, length = mask.bool(), mask.shape[1]
-    can_read = not torch.compiler.is_compiling()  # a graph treats all rows as padded on the left
+    can_read = not torch.compiler.is_compiling()  # a compiled graph treats all rows as padded on the left
     if can_read and bool(is_real.all()):
         return (), kwargs
     if can_read and bool(is_real[:, 0].all()):

@@ -1,4 +1,4 @@
-"""The KV cache of an MHLA layer, with which an attention module replaces its layer of any `Cache` at first use.
+"""The MHLA layer of a KV cache: at first use, an attention module puts it into a `Cache`, in place of its cache layer.
 
 It is a linear attention layer for transformers, so that softmax layers of a hybrid do not size their masks by it, and also
 an attention layer, so that a cache of MHLA layers alone knows its length.
@@ -25,7 +25,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)
         self.state: Any = None  # from the first forward pass on
-        # With padding; a tensor if this replaces a static layer, so that a compiled step does not recompile as it grows.
+        # Counts padding, too. A tensor if this replaces a static layer: a compiled step would recompile as an int grows.
         self.seen_tokens: Any = torch.tensor(0) if static else 0
         self.mixing: Any = None  # the matrix with which an `MHLAState` is read
         self.max_cache_len = max_cache_len
@@ -35,7 +35,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.plan: Any = (-1, None)  # a leader's `seen_tokens` before its last plan, and that plan
 
     def shared_plan(self, make: Callable[[], Any], device: torch.device) -> Any:
-        """Return the plan of a step of one token, which is the same in all layers, from the leader if it can be shared."""
+        """Return the plan of a one-token step: the leader's, if made for the same length and device, else a new one."""
         if torch.compiler.is_compiling() or isinstance(self.seen_tokens, Tensor):
             return make()
         if self.leader is self:
@@ -70,7 +70,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Do nothing: the first forward pass creates the state."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("past_key_values: a layer without MHLA wrote to an MHLA cache; expected one model's layers.")
+        raise ValueError("past_key_values: got keys from a layer without MHLA, expected a cache that one model fills.")
 
     update_conv_state = update_recurrent_state = update
 
@@ -95,7 +95,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.softmax.batch_repeat_interleave(repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every row: at most a block, and none that is padding."""
+        """Remove the last `-tokens_to_remove` tokens of every row; raise ValueError for more than a block or for padding."""
         if self.state is None or tokens_to_remove == 0:
             return
         if not 0 < -tokens_to_remove <= self.state.block_size:
@@ -105,7 +105,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             is_real, columns = self.padded
             num_removed = int(columns) - int(self.seen_tokens) - tokens_to_remove  # of that call's columns
             if num_removed > 0 and not bool(is_real[:, -num_removed:].all()):
-                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected none that is padding.")
+                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, with padding, expected real tokens alone.")
         self.state.crop(-tokens_to_remove)
         self.seen_tokens += tokens_to_remove
         if self.softmax is not None:
@@ -121,7 +121,7 @@ class MHLADynamicCache(DynamicCache):
 
 
 def take_cache_layer(kwargs: dict[str, Any], layer_idx: int, keeps_softmax: bool = False) -> MHLACacheLayer | None:
-    """Remove the KV cache, if any, from arguments, and return its layer; at first use, replace that by an MHLA layer.
+    """Pop the KV cache, if any, from `kwargs`; return its layer `layer_idx`, at first use replaced by an MHLA layer.
 
     With `keeps_softmax`, the replaced layer holds the keys and values of the heads that keep softmax.
     """
@@ -140,7 +140,7 @@ def take_cache_layer(kwargs: dict[str, Any], layer_idx: int, keeps_softmax: bool
     static = isinstance(layer, StaticLayer)
     length = layer.max_cache_len if static else None
     if keeps_softmax and static and layer.is_initialized:
-        layer = type(layer)(max_cache_len=length)  # that one was made for all heads
+        layer = type(layer)(max_cache_len=length)  # the old one was made for all heads
     leader = next((other for other in layers if isinstance(other, MHLACacheLayer)), None)
     layers[layer_idx] = MHLACacheLayer(static, max_cache_len=length, softmax=layer if keeps_softmax else None)
     layers[layer_idx].leader = leader or layers[layer_idx]

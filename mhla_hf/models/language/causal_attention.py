@@ -58,7 +58,7 @@ def mhla_attention(
 
 
 class SoftmaxHeads(nn.Module):
-    """Stands for an attention module where softmax is computed by the attention function that the model selects."""
+    """Computes softmax by the model's attention function, to which it is passed in place of the attention module."""
 
     def __init__(self, attention: Any, config: Any):
         super().__init__()
@@ -77,7 +77,7 @@ class SoftmaxHeads(nn.Module):
         return self.selected_function()(self, query, key, value, **options)[0]
 
     def selected_function(self) -> Callable[..., Any]:
-        """Return the model's attention function. In `forward`, `calls_interface` would take this for code of a base."""
+        """Return the model's attention function; not in `forward`, or `is_attention` would be true of this class."""
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
 
 
@@ -106,7 +106,7 @@ class MatrixMixer:
 
 
 class SoftmaxMixer(MatrixMixer):
-    """Adds the base's softmax: in the heads that keep it, and in all while no token is dropped; without a mixing matrix."""
+    """Mixin of windowed layers: heads that keep softmax use the base's, and so do all while no token is dropped."""
 
     def attend_with_softmax(
         self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any],
@@ -151,7 +151,7 @@ def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, optio
         return False
     if attention_mask is None and implementation == "eager":  # which is causal by its mask alone
         return False
-    if attention_mask is not None and getattr(attention_mask, "ndim", 0) != 4:  # it cannot be cut to the new tokens
+    if attention_mask is not None and getattr(attention_mask, "ndim", 0) != 4:  # cannot be cut to the keys
         return False
     if any(options[name] is not None for name in ("starts", "key_mask", "cu_seqlens")):
         return False
@@ -181,7 +181,7 @@ def add_softmax(model: Any, settings: MHLASettings) -> None:
 def keep_softmax_heads(attention: Any, heads: Sequence[int]) -> None:
     num_heads = attention.mhla.num_kv_heads
     if max(heads) >= num_heads or len(heads) >= num_heads:
-        expected = f"some, but not all, of 0 to {num_heads - 1}; a layer of softmax alone is not in `layers`"
+        expected = f"some, but not all, of 0 to {num_heads - 1}; to keep all, leave the layer out of `layers`"
         raise ValueError(f"softmax_heads: got {list(heads)} for layer {attention.layer_idx}, expected {expected}.")
     attention.mhla.heads = HeadSplit(heads, num_heads)
 
@@ -241,7 +241,7 @@ def real_columns(mask: Tensor, batch: int, length: int, seen: Any) -> Tensor:
     raise ValueError(f"attention_mask: got shape {tuple(mask.shape)} for {length} new tokens, expected {expected}.")
 
 
-@torch.compiler.disable(reason="attention_mask came with four axes, checked by value, expected [batch, length].")
+@torch.compiler.disable(reason="attention_mask: got four axes, which are read by value, expected [batch, length].")
 def check_only_padding(allowed: Tensor, seen: int) -> None:
     """Raise ValueError if a mask, bool [B, T, S], hides more than the future and padding: MHLA can hide nothing else."""
     real = allowed.any(1)

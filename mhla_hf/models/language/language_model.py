@@ -1,6 +1,6 @@
 """The paper's language model, from scratch (sections 4, 5.4 and C).
 
-It has the forward of a Llama, but no softmax. q and k are half as wide as the model, and v is as wide. RoPE rotates the
+It has the forward of a Llama, but no softmax. q and k are half as wide as the model, v has full width. RoPE rotates the
 features, after the map (relu). An RMSNorm per head and an output gate replace the normalizer.
 """
 
@@ -88,7 +88,7 @@ class MHLAPreTrainedModel(MHLAPreTrainedMixin, LlamaPreTrainedModel):
     _can_record_outputs = {"hidden_states": MHLADecoderLayer}
 
     def __init__(self, config: MHLAConfig) -> None:
-        PreTrainedModel.__init__(self, config)  # not Llama's, which makes its layers
+        PreTrainedModel.__init__(self, config)  # skips `LlamaModel.__init__`, which would make Llama's layers
         set_attention_function(config, ATTENTION_NAME)  # overrides `attn_implementation`: there is no softmax
 
 
@@ -96,7 +96,7 @@ class MHLAModel(MHLAPreTrainedModel, LlamaModel):
     """Maps token ids [B, T] to hidden states [B, T, C], without a head, by Llama's forward.
 
     `attention_mask` [B, S] marks padding on either side. Sequences may be packed into one row (B = 1), with their borders in
-    `position_ids`, `seq_idx`, or `cu_seq_lens_q`; only the last compiles to one graph.
+    `position_ids`, `seq_idx`, or `cu_seq_lens_q`; only `cu_seq_lens_q` compiles to one graph.
     """
 
     def __init__(self, config: MHLAConfig) -> None:

@@ -150,7 +150,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         for stage in self.stage_list():
             width, heads = stage["hidden_size"], stage["num_heads"]
             if width % heads or width // heads % unit:
-                expected = f"a divisor of the hidden size {width}, and heads as wide as a multiple of {unit}"
+                expected = f"a divisor of hidden_size {width} that makes the head width a multiple of {unit}"
                 raise ValueError(f"num_attention_heads: got {heads}, expected {expected}.")
 
     def image_sides(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ of the summary that the tile contributes to, and, if causal, A = tril(q k^T) and
 
     o = q P + m_ii A v    dq = do P^T + r z^T + m_ii dA k    dk = v dS^T + dz + m_ii dA^T q    dv = k dS + m_ii A^T do
 
-Here do is the gradient of the sum of weight * v, and r that of the sum of the weights, den. In the normalized form, o is
+Here do is the gradient of the sum of weight * v, and r the gradient of den, the sum of the weights. If normalized, o is
 divided by den: the kernels multiply the gradient of the quotient by inv = 1 / den as they read it, and `dq_kernel` computes
 r = -<do, o>. Each program computes some lanes of one tile of tokens of one block.
 """

@@ -22,7 +22,7 @@ KERNEL_FAULTS: dict[torch.device, str | None] = {}
 def kernel_fault(device: torch.device) -> str | None:
     """Return why the kernels cannot be trusted on a device, or None if they can; the answer is cached.
 
-    `torch.OutOfMemoryError` is raised, because it says nothing about the kernels.
+    A `torch.OutOfMemoryError` is passed on instead of returned, because it says nothing about the kernels.
     """
     if device in KERNEL_FAULTS:
         return KERNEL_FAULTS[device]

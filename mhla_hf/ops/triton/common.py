@@ -93,9 +93,9 @@ def block_range(block, row, tables, num_tokens, block_size):
 @kernel
 @no_type_check
 def tokens_from(low, high, tables, key_mask, row, num_tokens, BT: constexpr, AS_KEYS: constexpr):
-    """Return the tokens at the BT places from `low` on, which are valid (before `high`), and which of these are real.
+    """Return the tokens at the BT places from `low` on, and two masks: which are valid (before `high`), and which are real.
 
-    With AS_KEYS, real tokens are those that `key_mask` [B, T] lets through; else all.
+    Real tokens are the valid ones; with AS_KEYS, only those of them for which `key_mask` [B, T] is True.
     """
     order = tables[1]
     place = low + tl.arange(0, BT)
@@ -229,7 +229,7 @@ def kernel_blocks(
 
 
 def blocks_as_numbers(blocks: Blocks) -> list[int]:
-    """Convert to what an operator's schema allows: block size or 0, prefix, number of axes, counts, and shapes of grids."""
+    """Convert to integers for an operator's schema: block size or 0, prefix, number of axes, counts, and shapes of grids."""
     others = [size for shape in blocks.others for size in shape]
     return [blocks.block_size or 0, blocks.prefix, len(blocks.counts), *blocks.counts, *blocks.shape, *others]
 

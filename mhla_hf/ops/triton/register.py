@@ -239,7 +239,7 @@ def save_for_triton_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tens
 
 
 def triton_gradients(ctx: Any, do: Tensor, inv_grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of `TRITON_FORWARD`; inv is internal and has none."""
+    """Compute the gradients of the inputs of `TRITON_FORWARD`; `inv_grad` is ignored, because no caller uses inv."""
     grads = TRITON_BACKWARD(do, *ctx.saved_tensors, *ctx.options)
     return *grads, *[None for _ in TritonInputs._fields[4:]]
 

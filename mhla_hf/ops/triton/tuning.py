@@ -49,7 +49,7 @@ class TunedKernel:
         self.configurations = configurations
         self.tuner = None
         if triton is not None and not INTERPRETED:
-            placeholders = [triton.Config({}, num_warps=warps) for warps in (4, 8)]  # pruned to `choices`
+            placeholders = [triton.Config({}, num_warps=warps) for warps in (4, 8)]  # replaced by `choices`
             prune = {"early_config_prune": lambda configs, named_args, **arguments: self.choices(arguments)}
             tune = triton.autotune(placeholders, key=list(key), prune_configs_by=prune, cache_results=True)
             self.tuner = tune(self.jitted)
@@ -114,8 +114,8 @@ def shared_bytes(DOT: str, config: dict[str, int]) -> int:
 def dot_kind(*tensors: Tensor) -> str:
     """Return the DOT constant (see `dot`) for products of these tensors.
 
-    fp16 takes tf32, which represents it exactly and has room for intermediate results beyond its range. On AMD GPUs, all but
-    bf16 take "ieee".
+    fp16 tensors take tf32, which represents fp16 numbers exactly, and intermediate results beyond the range of fp16. On AMD
+    GPUs, all but bf16 take "ieee".
     """
     dtypes = {x.dtype for x in tensors}
     if dtypes == {torch.bfloat16}:
@@ -131,7 +131,7 @@ def with_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def mixing_arguments(mixing: Tensor) -> dict[str, Any]:
-    """Return the kernel arguments for a mixing matrix with contiguous rows; one for all heads has a head stride of 0."""
+    """Return the kernel arguments for a mixing matrix with contiguous rows; if heads share it, its head stride is 0."""
     head_stride = mixing.stride(0) if mixing.dim() == 3 else 0
     return {"mixing": mixing, "mixing_head_stride": head_stride, "mixing_row_stride": mixing.stride(-2)}
 

@@ -22,7 +22,7 @@ def two_way_reference(
     query_block, key_block, visible = token_relations(q, k, blocks, blocks, False, key_mask, None, starts)
     distance = (query_block[:, :, None] - key_block[:, None, :]).abs()
     near, is_far = ((visible & x)[:, None] for x in (distance < options.window, distance >= options.window))
-    # Zero the tokens that take no part: a gradient of 0 times NaN would be NaN.
+    # Zero queries that see no key, and keys that no query sees: if they hold NaN, gradients of 0 would become NaN.
     q, q_features = (torch.where(visible.any(2)[..., None, None], x, 0) for x in (q, q_features))
     k, k_features, v = (torch.where(visible.any(1)[..., None, None], x, 0) for x in (k, k_features, v))
     mixing = torch.exp(log_decay.to(dtype)[:, None, None] * distance[:, None]).repeat_interleave(queries_per_kv, 1)
@@ -71,13 +71,13 @@ def salient_reference(
 
     votes_at = torch.zeros(options.block_size, dtype=torch.bool, device=q.device)
     votes_at[voting_places(options)] = True
-    is_voter = votes_at[position % options.block_size] & near.diagonal(dim1=1, dim2=2)  # only keys vote
+    is_voter = votes_at[position % options.block_size] & near.diagonal(dim1=1, dim2=2)  # padding does not vote
     is_vote = near & (distance == options.window - 1) & is_voter[:, :, None]
     weight = torch.where(is_vote[:, None], softmax(near[:, None, None]).amax(2), 0)  # [B, G, T, S]
     votes = (weight * VOTE_UNITS).round().sum(2)  # [B, G, S]
     order = votes.argsort(descending=True, stable=True).argsort()
     is_better = (order[..., None, :] < order[..., None]).to(score.dtype)  # [B, G, S, S']
-    place = left[:, None].to(score.dtype) @ is_better.mT  # among the tokens that have left the window of a query
+    place = left[:, None].to(score.dtype) @ is_better.mT  # its rank among all that have left the query's window
     salient = left[:, None] & (place < options.salient)  # [B, G, T, S]
     weight = softmax((near[:, None] | salient)[:, :, None]).flatten(1, 2)
     return torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(group, 2))

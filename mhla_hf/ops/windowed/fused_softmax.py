@@ -1,7 +1,7 @@
 """Softmax attention with its logsumexp, forward and backward, by the fused kernels of PyTorch.
 
-The backward kernels take the output and the logsumexp of the forward pass. Given those of a softmax over further keys, too,
-they return the exact gradients: P = e^(S - lse) are then the weights in the whole softmax, and dS = P (dP - <dO, o>).
+The backward kernels take the output and the logsumexp of the forward pass. If these come from a softmax over more keys than
+the kernel gets, its gradients are still exact: P = e^(S - lse) are the weights in that softmax, and dS = P (dP - <dO, o>).
 """
 
 import logging
@@ -50,7 +50,7 @@ def fused_kernel(q: Tensor) -> str | None:
     if name is None and device not in WARNED_DEVICES and not torch.compiler.is_compiling():
         WARNED_DEVICES.add(device)
         SOFTMAX_LOG.warning(
-            "mhla_hf: PyTorch has no fused softmax with its logsumexp on %s; its definition runs, slower.", device
+            "mhla_hf: this version of PyTorch has no known fused softmax on %s, so a slower softmax runs.", device
         )
     return None if name == EFFICIENT and q.dtype == torch.float64 else name
 

@@ -15,5 +15,5 @@ class WindowedOptions:
 
     @property
     def tokens_before_drop(self) -> int:
-        """The largest T so that T tokens without padding see all earlier ones; a multiple of the block size."""
+        """The largest T, a multiple of the block size, such that T tokens without padding all see every earlier one."""
         return (self.window + (self.salient + self.sinks) // self.block_size) * self.block_size

@@ -1,12 +1,12 @@
 """Causal softmax over a window, sinks, and salient tokens: those of the past that a KV head attended to most.
 
-A token leaves the window when the block `window` blocks after its own begins. In the block before, every `VOTE_EVERY`-th
-query votes for it with its softmax weight over window and sinks, the largest among the query heads that share the KV head.
-Of all tokens that have left the window, the N = `options.salient` with the most votes stay visible; ties go to the earlier.
-Votes for such tokens never change, so a dropped one never comes back, and N slots suffice. The choice has no gradient.
+A token of block b leaves the window when block b + window begins. In block b + window - 1, every `VOTE_EVERY`-th query votes
+for it by its softmax weight over window and sinks, the largest among the query heads that share the KV head. Of all tokens
+that have left the window, the N = `options.salient` with the most votes stay visible; ties go to the earlier token. Votes
+for tokens that have left are final, so a dropped one never comes back, and N slots suffice. The choice has no gradient.
 
-Votes are rounded to whole numbers of 1 / VOTE_UNITS, so their sum does not depend on the order. A token's rank is an int64
-with votes in its high bits and position in its low ones; the larger is better, and -1 is no token.
+Votes are rounded to multiples of 1 / VOTE_UNITS, so that their sum does not depend on the order. A token's rank is an int64
+with its votes in the high bits and its inverted position in the low bits; larger is better, and -1 stands for no token.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from .options import WindowedOptions
 VOTE_UNITS = 2.0**16
 VOTE_EVERY = 4  # the cost of votes is divided by this
 POSITION_BITS = 32
-PIECE_BLOCKS = 32  # blocks whose keys are gathered at a time, which bounds the memory that the gather takes
+PIECE_BLOCKS = 32  # number of blocks whose keys are gathered at a time, to bound the memory
 
 
 def voting_places(options: WindowedOptions) -> slice:
@@ -57,8 +57,8 @@ class KeyLists(NamedTuple):
     v: Tensor  # [B, G, P, V], their values
     block: Tensor  # int64 [B or 1, M], the index of each block in its sequence
     near: Tensor  # int64 [B or 1, M, S + window * C], the places of sinks and window
-    is_near: Tensor  # bool, likewise, which of them are keys
-    is_full: bool  # whether rows begin with the run of new tokens, without padding
+    is_near: Tensor  # bool, same shape, which of these places hold keys
+    is_full: bool  # whether these are whole rows from position 0 on, without padding
 
     def rows(self, near: Tensor, num_kv_heads: int) -> Tensor:
         """Turn places [B or 1, G or 1, m, L] into rows of the flattened k and v, [B * m, G, L]."""
@@ -71,7 +71,7 @@ class SalientStart(NamedTuple):
     """The votes and tokens of a state from which a run of new tokens continues."""
 
     block: Tensor  # int64 [B, 1], the newest block that the state has opened
-    cast: Tensor  # int32 [B, G, C], the votes so far for the first block of its window
+    cast: Tensor  # int32 [B, G, C], the votes so far for the oldest block in the window of `block`
     rank: Tensor  # int64 [B, G, N + C], ranks of the tokens that can be salient
     place: Tensor  # int64, likewise, their places
 
@@ -81,7 +81,7 @@ class SalientTokens(NamedTuple):
 
     rank: Tensor  # int64 [B, G, M, N], their ranks
     place: Tensor  # int64, likewise, their places
-    votes: Tensor  # int32 [B, G, M, C], those of each block for the first block of its window
+    votes: Tensor  # int32 [B, G, M, C], cast by the queries of each block for the oldest block in their window
 
 
 class ListedSoftmax(torch.autograd.Function):
@@ -117,7 +117,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def sum_rows(grad: Tensor, rows: Tensor, x: Tensor) -> Tensor:
-    """Compute the gradient of x from that of `take_rows`, with sums in at least fp32."""
+    """Compute the gradient of x from `grad`, the gradient of `take_rows(x, rows)`, with sums in at least fp32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(x.shape, dtype=dtype, device=x.device)
     return total.index_add_(0, rows.flatten(), grad.flatten(0, 2).to(dtype)).to(x.dtype)
@@ -161,7 +161,7 @@ def salient_attention(
 def list_sequences(
     k: Tensor, v: Tensor, valid: Tensor, block: Tensor, options: WindowedOptions, is_full: bool
 ) -> KeyLists:
-    """List the keys of M blocks of sequences that begin among k and v [B, M * C, G, ...]; see `list_keys`."""
+    """List the keys of M blocks if all sequences begin in k and v [B, M * C, G, ...], not in a state; see `list_keys`."""
     size, device = options.block_size, k.device
     place = torch.arange((1 - options.window) * size, len(block) * size, device=device)[None]
     sinks = (torch.arange(len(block), device=device) - block)[:, None] * size
@@ -176,14 +176,14 @@ def list_keys(
     """List the keys of M blocks, `block` int64 [B or 1, M], among k and v [B, P, G, ...].
 
     `place` int64 [B or 1, (window - 1 + M) * C] has the places of the tokens from the first window on, `sinks` int64
-    [B or 1, M or 1, S] those of sinks, negative for none. `valid` bool [B or 1, P] says which tokens are keys.
+    [B or 1, M or 1, S] the places of sinks; negative means no token. `valid` bool [B or 1, P] says which tokens are keys.
     """
     size, window = options.block_size, options.window
     batch, num_blocks = max(len(place), len(valid), len(block)), block.shape[1]
     windows = place.unfold(1, window * size, size)  # [B or 1, M, window * C]
     distance = torch.arange(window, device=place.device).repeat_interleave(size) - (window - 1)
     is_token = (block[..., None] + distance >= 0) & (windows >= 0)
-    # While the first block is in the window, sinks are there.
+    # While block 0 is in the window, the sinks are listed as part of it.
     is_sink = (block >= window)[..., None] & (sinks >= 0)
     near, is_near = (
         torch.cat([x.expand(batch, num_blocks, -1) for x in parts], 2)
@@ -211,7 +211,7 @@ def choose_salient(
 
 
 def attend_to_lists(q: Tensor, keys: KeyLists, chosen: SalientTokens, options: WindowedOptions) -> Tensor:
-    """Compute the outputs [B, M * C, H, V] of queries q [B, M * C, H, D]."""
+    """Compute the outputs [B, M * C, H, V] of queries q [B, M * C, H, D] over listed keys and chosen salient tokens."""
     size, window, num_blocks, num_kv_heads = options.block_size, options.window, keys.block.shape[1], keys.k.shape[1]
     # In a run without padding, no token is dropped before block `first`, and each block from `full` on has N salient tokens.
     first = min(options.tokens_before_drop // size, num_blocks) if keys.is_full else 0
@@ -231,7 +231,7 @@ def attend_to_lists(q: Tensor, keys: KeyLists, chosen: SalientTokens, options: W
         if begin >= full:
             mask = make_mask(F.pad(causal, (0, options.salient), value=True)[None, None], q.dtype)
         else:
-            # Kept tokens are sorted, so without padding all heads have them in the same places.
+            # Salient tokens precede empty slots, so without padding all rows and heads fill the same slots.
             is_kept = (kept[:, :1] if keys.is_full else kept).transpose(1, 2)[..., None, :] >= 0
             is_near = (keys.is_near[:, begin:end, None, None] & causal).expand(len(q), -1, is_kept.shape[2], -1, -1)
             is_kept = is_kept.expand(*is_near.shape[:4], -1)
@@ -301,7 +301,7 @@ def choose_by_votes(
                 is_new = block[:, number] > start.block[:, 0]
             else:
                 is_new = block[:, number] >= window
-                best = best.masked_fill((block[:, number] == 0)[:, None, None], -1)  # of a packed sequence
+                best = best.masked_fill((block[:, number] == 0)[:, None, None], -1)  # a packed sequence begins
             new = rank[:, :, number - 1].masked_fill(~is_new[:, None, None], -1)
             new_place = keys.near[:, None, number - 1, voted].expand_as(new)
             best, place = best_tokens(torch.cat([best, new], 2), torch.cat([place, new_place], 2), count)
@@ -311,6 +311,6 @@ def choose_by_votes(
 
 
 def best_tokens(rank: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ranks and places [B, G, count] of the tokens with the highest ranks, best first, from those [B, G, L]."""
+    """Return the `count` highest of the ranks [B, G, L], best first, and the places of their tokens, both [B, G, count]."""
     rank, order = rank.topk(count, -1)
     return rank, place.gather(-1, order)

@@ -1,10 +1,10 @@
 """The decoder state of `salient.py`, whose size is constant.
 
-The ring holds one block more than the window, so that `crop` can take back up to a block. Every row has its own position.
+A ring holds the window and one more block, so that `crop` can remove up to a block. Every row has its own position.
 
-There are two steps of one token. That of `salient_step` always does the same work and reads no value on the host, so one
-graph serves all: it compares one token of the block that has just left the window with the kept ones. On a CPU without a
-graph, `eager_step` does only what is due: it chooses among all tokens of that block when it leaves, and few queries vote.
+There are two functions for a single new token. `salient_step` always does the same work and reads no value on the host, so
+one graph serves all: it compares one token of the block that has just left the window with the salient ones. On a CPU
+without a graph, `eager_step` does only what is due: it compares a block when that leaves, and counts votes if any are cast.
 """
 
 from dataclasses import dataclass
@@ -42,13 +42,13 @@ class SalientStep(NamedTuple):
     left_position: Tensor  # int64 [B, C], the tokens of the block that has left the window
     left_slot: Tensor  # int64 [B, C], their slots
     is_candidate: Tensor  # bool [B, 1, C], which of them can be salient
-    place: Tensor  # int64 [B], the place in its block of the new token, and of the token that is compared with the kept ones
-    is_compared: Tensor  # bool [B, 1], whether there is such a token
+    place: Tensor  # int64 [B], the index of the new token in its block, and of the compared token in the block that has left
+    is_compared: Tensor  # bool [B, 1], whether that token is compared with the salient ones in this step
     is_pending: Tensor  # bool [B, 1, C], which tokens that have left the window are neither kept nor dropped yet
     oldest: Tensor  # int64 [B, 1, 1], the first position in the window; after a crop, salient tokens may be in it again
     near: Tensor  # bool [B, S], the slots of sinks and window
     voted_slot: Tensor  # int64 [B, C], the slots of the first block of the window
-    is_vote: Tensor  # bool [B, 1, 1, C], for which of its tokens the new one votes
+    is_vote: Tensor  # bool [B, 1, 1, C], for which tokens of this block the new one votes
 
 
 @torch.no_grad()
@@ -96,19 +96,19 @@ def plan_salient_step(
 class SalientState(RowState):
     """The decoder state of B rows: S slots (sinks, and a ring of `window + 1` blocks) and N salient tokens per KV head.
 
-    k and v have the slots first. When a block leaves the window, its tokens stay in the ring until steps have compared them
-    with the salient ones; until then, those among the N best of both are visible.
+    k and v have the S slots first, then the salient tokens. When a block leaves the window, its tokens stay in the ring
+    until they have been compared with the salient ones; until then, the N best of these and the salient tokens are visible.
     """
 
     block_size: int  # tokens per block, C
     position: Tensor  # int64 [B], number of tokens that each row has seen
-    furthest: Tensor  # int64 [B], the largest `position` of each row when `crop` was called
+    furthest: Tensor  # int64 [B], the largest `position` of each row before a `crop`, or 0
     k: Tensor  # [B, G, S + N, D], keys
     v: Tensor  # [B, G, S + N, V], values
     valid: Tensor  # bool [B, S], the slots of sinks and ring that hold a token
     rank: Tensor  # int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot
     cast: Tensor  # int32 [B, G, C], the votes so far for the oldest block in the window of the last token
-    final: Tensor  # int32 [B, G, C], likewise for the block that has left it; -1 for tokens that were compared or are sinks
+    final: Tensor  # int32 [B, G, C], the votes for the block that left it last; -1 for sinks, or once all are compared
 
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
@@ -131,7 +131,7 @@ class SalientState(RowState):
 
     @torch.no_grad()
     def fill(self, k: Tensor, v: Tensor, sinks: int) -> None:
-        """Put T tokens of every row, none of which has voted, into an empty state."""
+        """Write T tokens of every row into the empty sinks and ring; salient tokens and votes stay as they are."""
         num_slots, token = self.valid.shape[1], torch.arange(k.shape[1], device=k.device)
         kept = torch.cat([token[:sinks], token[max(sinks, len(token) - num_slots + sinks) :]])
         slots = ring_slot(kept, num_slots, sinks)
@@ -150,7 +150,7 @@ class SalientState(RowState):
         behind = int((self.furthest - self.position).max()) + count
         if behind > self.block_size:
             reach = count - (behind - self.block_size)
-            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that the ring still holds.")
+            raise ValueError(f"count: got {count}, expected at most {reach}, the tokens that can still be removed.")
         shortest = int(self.position.min())
         if count > shortest:
             raise ValueError(f"count: got {count}, expected at most {shortest}, the length of the shortest row.")
@@ -162,7 +162,7 @@ class SalientState(RowState):
         last = torch.maximum(self.position, self.furthest)[:, None] - 1
         block = last.clamp(min=0) // size
         position = block * size - reach + torch.arange(size, device=last.device)  # of the tokens of `final`
-        is_left = (position + reach > last)[:, None] & (self.final >= 0)  # and not in a slot yet
+        is_left = (position + reach > last)[:, None] & (self.final >= 0)  # and not compared yet
         rank = torch.cat([self.rank, rank_tokens(self.final.clamp(min=0), position[:, None], is_left)], 2)
         left = ring_slot(position.clamp(min=0), num_slots, options.sinks)[:, None].expand_as(self.final)
         held = num_slots + torch.arange(options.salient, device=last.device).expand_as(self.rank)
@@ -232,7 +232,7 @@ def continue_salient(
 def start_salient(
     q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, attends: bool = True
 ) -> Tensor:
-    """Compute `continue_salient` for rows without padding, whose state is empty; unless it `attends`, only the state."""
+    """Compute `continue_salient` for rows without padding and an empty state; unless `attends`, only fill the state."""
     num_tokens, size, o = q.shape[1], options.block_size, v.new_empty(0)
     if attends and num_tokens <= options.tokens_before_drop:
         o, attends = causal_softmax(q, k, v, options.scale), False
@@ -255,10 +255,10 @@ def start_salient(
 def write_salient(
     state: SalientState, chosen: SalientTokens, keys: KeyLists, end: Tensor, options: WindowedOptions
 ) -> None:
-    """Write the salient tokens and the votes of a run, which ends at int64 [B], into a state from before the run."""
+    """Update the salient tokens and votes, but not the position, of a state after new tokens up to `end` int64 [B]."""
     num_slots, rows, heads = state.valid.shape[1], *(torch.arange(n, device=end.device) for n in state.rank.shape[:2])
     done = torch.maximum(state.position, state.furthest)
-    # Index in the run of the last block. Rows that only repeat positions from before a crop keep their choice.
+    # Index of the last block among the new ones. Rows that only refill cropped positions keep their salient tokens.
     last = (torch.maximum(end, done) - 1).clamp(min=0) // options.block_size - keys.block[:, 0]
     last, grows = last.clamp(max=keys.block.shape[1] - 1), (end > done)[:, None, None]
     kept = chosen.place[rows, :, last].clamp(min=0)
@@ -299,7 +299,7 @@ def salient_step(
 
 
 def keep_best(state: SalientState, near: Tensor, options: WindowedOptions, plan: SalientStep) -> Tensor:
-    """Compare one token that has left the window with the kept ones, and return what the new token sees.
+    """Compare one token that has left the window with the salient ones, in place, and return what the new token sees.
 
     `near` bool [B, G, S] says which slots hold its window and the sinks. The result, bool [B, G, S + N], has the slots of
     salient tokens, too.
@@ -310,7 +310,7 @@ def keep_best(state: SalientState, near: Tensor, options: WindowedOptions, plan:
     cast = state.cast.masked_fill(~plan.is_candidate, -1)
     state.final.copy_(torch.where(plan.opens, cast, state.final))
     state.cast.masked_fill_(plan.opens, 0)
-    # One token of that block is compared with the worst of the kept ones, and moves into its slot if it is better.
+    # One token of that block is compared with the worst salient token, and takes its slot if it is better.
     rank = rank_tokens(state.final.clamp(min=0), plan.left_position[:, None], state.final >= 0)
     worst, index = state.rank.min(-1)
     new_rank = rank[rows, heads, plan.place[:, None]]  # [B, G]
@@ -318,7 +318,7 @@ def keep_best(state: SalientState, near: Tensor, options: WindowedOptions, plan:
     state.rank.scatter_(2, index[..., None], torch.where(enters, new_rank, worst)[..., None])
     new_slot = plan.left_slot[rows, plan.place[:, None]]
     for held in (state.k, state.v):
-        moved = torch.where(enters, new_slot, num_slots + index)  # or stay
+        moved = torch.where(enters, new_slot, num_slots + index)  # else, the slot keeps its token
         held[rows, heads, num_slots + index] = held[rows, heads, moved]
 
     pending = rank.masked_fill(~plan.is_pending, -1)
@@ -335,16 +335,16 @@ class EagerStep(NamedTuple):
     slot: Tensor  # int64 [B], the slot of the new token
     mask: Tensor  # fp32 [B, 1, 1, S + N], 0 for the slots that it sees, else -inf
     opening: Tensor | None = None  # int64 [n], the rows in which a block leaves the window; None if there is none
-    voters: Tensor | None = None  # int64 [n], the rows whose token votes, likewise
-    voted_slot: Tensor | None = None  # int64 [n, C], the slots of the block that they vote for, likewise
-    is_vote: Tensor | None = None  # bool [n, 1, 1, C], for which of its tokens, likewise
+    voters: Tensor | None = None  # int64 [n], the rows whose new token votes; None if there is none
+    voted_slot: Tensor | None = None  # int64 [n, C], the slots of the block that they vote for; None without voters
+    is_vote: Tensor | None = None  # bool [n, 1, 1, C], for which tokens of this block; None without voters
 
 
 def plan_step(state: SalientState, options: WindowedOptions, starts: Tensor | None) -> SalientStep | EagerStep:
     """Plan a step of one token per row of a state; `starts` as in `continue_salient`."""
     position, furthest = state.position, state.furthest
     if not torch.compiler.is_compiling() and position.device.type == "cpu" and starts is None:
-        # `salient_step` may have left tokens that are to be compared in the further steps of a block.
+        # `salient_step` compares one token per step, so within a block some may be left to compare.
         is_pending = (state.final >= 0).any(2).any(1) & (position % options.block_size > 0)
         if not bool((is_pending | (furthest > position)).any()):
             return plan_eager_step(position, state.valid.shape[1], options)
@@ -376,7 +376,7 @@ def plan_eager_step(position: Tensor, num_slots: int, options: WindowedOptions) 
 def eager_step(
     q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, plan: EagerStep
 ) -> Tensor:
-    """Compute `continue_salient` for one token of every row, of a state in which all tokens that left were compared."""
+    """Compute `continue_salient` for one token of every row, if no token that left the window is still to be compared."""
     rows = torch.arange(len(q), device=q.device)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
         held[rows, :, plan.slot] = new.to(held.dtype)
@@ -397,7 +397,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) ->
     """
     dtype = torch.promote_types(k.dtype, torch.float32)
     q, k = q.to(dtype), k.to(dtype)
-    if torch.compiler.is_compiling():  # of sums instead of products, the compiler makes loops that copy nothing
+    if torch.compiler.is_compiling():  # the compiler turns sums, unlike matrix products, into loops without copies
         score = (q[..., None, :] * k[:, :, None]).sum(-1) * scale + mask
         return (score.softmax(-1)[..., None] * v.to(dtype)[:, :, None]).sum(3).to(v.dtype), score
     score = (q @ k.mT).mul_(scale).add_(mask)
@@ -413,7 +413,7 @@ def count_step_votes(score: Tensor, plan: EagerStep, num_slots: int) -> Tensor:
 
 
 def choose_anew(state: SalientState, rows: Tensor, options: WindowedOptions) -> None:
-    """Choose the salient tokens of those rows [n] in which a block has just left the window, in place."""
+    """Choose salient tokens anew, in place, for `rows` [n], in which a block has just left the window."""
     num_slots, size, device = state.valid.shape[1], options.block_size, rows.device
     left = state.position[rows, None] - options.window * size + torch.arange(size, device=device)  # [n, C]
     left_rank = rank_tokens(state.cast[rows], left[:, None], (left >= options.sinks)[:, None])

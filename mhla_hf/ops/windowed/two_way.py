@@ -47,7 +47,7 @@ def two_way_attention(
 
     Args:
         q, k, v: [B, T, H, D], [B, T, G, D], and [B, T, G, V].
-        far: The features of q and k, and how far tokens are weighed.
+        far: The features of q and k, and the decay and balance that weigh the far tokens.
         options: The options, with `sinks` and `salient` of 0.
         key_mask: bool [B, T], False for tokens that are no keys.
         starts: int64 [B], the first real token of each row, at which its blocks begin; None if rows begin with one.
@@ -141,7 +141,7 @@ def far_denominator(far: Tensor) -> Tensor:
 
 
 def take_window(x: Tensor, options: WindowedOptions, begin: int, end: int) -> Tensor:
-    """Return the tokens in the windows of blocks `begin` to `end`: [B, M * C, G, D] -> [B, G, L, D], zeros for none."""
+    """Return the tokens in the windows of blocks `begin` to `end` - 1, zero-padded: [B, M * C, G, D] -> [B, G, L, D]."""
     reach = options.window - 1
     first, last = (begin - reach) * options.block_size, (end + reach) * options.block_size
     inside = x[:, max(first, 0) : last].transpose(1, 2)
@@ -156,7 +156,7 @@ def gather_windows(x: Tensor, size: int, mask: Tensor) -> Tensor:
 
 
 def scatter_windows(grad: Tensor, x: Tensor, size: int) -> Tensor:
-    """Return the gradient of x from that of `gather_windows`."""
+    """Return the gradient of x from `grad`, the gradient of `gather_windows(x, size, mask)`."""
     blocks = grad.unflatten(0, (len(x), -1)).unflatten(3, (-1, size))  # [B, m, G, W, C, D]
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     out = out.unflatten(2, (-1, size))
@@ -166,7 +166,7 @@ def scatter_windows(grad: Tensor, x: Tensor, size: int) -> Tensor:
 
 
 def block_summaries(k_features: Tensor, v: Tensor, size: int) -> Tensor:
-    """Compute the summary of each block, [B, G, M, F, V + 1]: the sum of k v^T (paper eq. 4), and of k as last column.
+    """Compute the summary of each block, [B, G, M, F, V + 1]: the sum of k v^T (paper eq. 4) and, as last column, of k.
 
     It is in fp32 or, if an input is, in fp64.
     """

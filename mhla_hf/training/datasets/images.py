@@ -43,7 +43,7 @@ class LabeledImages:
         self.labels = torch.as_tensor(self.labels).long()
         if not len(self.labels) or len(self.labels) != len(self.items):
             got = f"{self.name!r} with {len(self.items)} images and {len(self.labels)} labels"
-            raise ValueError(f"data: got {got}, expected one label per image, at least one.")
+            raise ValueError(f"data: got {got}, expected at least one image and one label per image.")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -58,9 +58,9 @@ class LabeledImages:
         return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
 
     def renumber_for(self, config: Any, argument: str = "data", order: Sequence[str] = ()) -> "LabeledImages":
-        """Relabel these images with a model's class numbers, by name or, if the model knows no name, in order.
+        """Return these images with a model's class numbers, by class name or, if the model knows no name, in order.
 
-        Of test images, `order` are the classes of the training data, which must include theirs.
+        For test images, `order` is the class names of the training data, which must include those of the test images.
         """
         images, names = self, self.class_names or ()
         order = order or names
@@ -68,7 +68,7 @@ class LabeledImages:
         if set(order).isdisjoint(model_numbers):
             if order and len(order) != len(model_numbers):
                 got = f"{len(order)} classes for a model with {len(model_numbers)} labels"
-                raise ValueError(f"{argument}: got {got}, expected as many.")
+                raise ValueError(f"{argument}: got {got}, expected {len(model_numbers)} classes.")
             model_numbers = {name: number for number, name in enumerate(order)}
         if unknown := [name for name in names if name not in order or name not in model_numbers]:
             expected = "only classes of the model and of the training data"
@@ -81,7 +81,7 @@ class LabeledImages:
         return images
 
     def check_labels(self, num_classes: int, argument: str = "data") -> None:
-        """Raise ValueError unless all labels are from 0 to `num_classes` - 1. Test splits on the Hub hide theirs as -1."""
+        """Raise ValueError unless all labels are from 0 to `num_classes` - 1; a Hub test split may hide them as -1."""
         lowest, highest = int(self.labels.min()), int(self.labels.max())
         if lowest < 0 or highest >= num_classes:
             got = f"{self.name!r} with labels {lowest} to {highest}"
@@ -172,7 +172,7 @@ def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
     files = [(path, label) for path, label in paths if path.suffix.lower() in IMAGE_ENDINGS]
     if not files:
         expected = "a folder of images for each class" if labeled else "images"
-        raise ValueError(f"data: got {str(folder)!r}, which holds none, expected {expected}.")
+        raise ValueError(f"data: got {str(folder)!r}, which holds no images, expected {expected}.")
     listing = "\n".join(f"{path.relative_to(root)} {path.stat().st_size}" for path, _ in files)
     identity = hashlib.sha256(listing.encode()).hexdigest()[:32]
     items, labels = zip(*files, strict=True)

@@ -97,7 +97,7 @@ def sample_points(
     transformer: Any, scheduler: Any, shape: tuple[int, ...], encoder: ConditionEncoder, stage: DiffusionStage,
     reader: Reader, numbers: Sequence[int],
 ) -> list[list[Batch]]:  # fmt: skip
-    """Return trajectories that a teacher samples, for a `TrajectoryReader`: points in random order, batches of one row."""
+    """Return a teacher's trajectory per number, for a `TrajectoryReader`: its steps in random order, as one-row batches."""
     device = next(transformer.parameters()).device
     generators = [make_generator(*reader.key, number) for number in numbers]
     noise = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
@@ -140,12 +140,12 @@ class ClassConditions:
         count = self.num_classes
         labels = torch.tensor([int(row.get("class_labels", count)) for row in samples])
         if not 0 <= labels.min() <= labels.max() <= count:
-            raise ValueError(f"data: got the classes {labels.tolist()}, expected 0 to {count - 1} as the model has.")
+            raise ValueError(f"data: got the classes {labels.tolist()}, expected 0 to {count - 1}, as in the model.")
         return {"class_labels": labels}
 
 
 class TextConditions:
-    """Encodes texts by `encode`, which returns the conditions of B texts, [B, ...] each, and those of the empty one."""
+    """Encodes texts by `encode`, which returns the conditions of B texts, [B, ...], and of the empty text, [1, ...]."""
 
     def __init__(self, encode: Callable[[list[str]], tuple[Conditions, Conditions]], prompts: Sequence[str]) -> None:
         self.encode, self.prompts = encode, prompts
@@ -155,7 +155,7 @@ class TextConditions:
         return {"prompt": self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]}
 
     def batch(self, samples: Sequence[Condition]) -> Conditions:
-        """Return the conditions that all B samples have, [B, ...] each. A sample without text gets the empty text's."""
+        """Return the conditions that all B samples have, [B, ...]. A sample without text gets those of the empty text."""
         texts = [sample["prompt"] for sample in samples if "prompt" in sample]
         encoded: Conditions = {}
         if texts or (self.empty is None and any("encoder_hidden_states" not in sample for sample in samples)):

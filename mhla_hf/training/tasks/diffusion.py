@@ -32,7 +32,7 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_query", "to_key", "to_va
 
 
 class DiffusionObjective(Objective):
-    """Losses of a diffusion transformer. `get_batch` returns the names of a batch's tensors, and its constants."""
+    """Losses of a diffusion transformer. `get_batch()` returns the batch's tensor names and constant arguments."""
 
     def __init__(self, student: Any, teacher: Any, stage: Any, get_batch: Callable[[], tuple[Any, Any]]) -> None:
         super().__init__(student, teacher, stage)
@@ -80,7 +80,7 @@ def _sum_of_means(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 class DiffusionTask(Task[DiffusionStage]):
-    """The task of a diffusers transformer, `component` of a pipeline. With `reads_calls`, batches are recorded calls."""
+    """The task of a transformer, `component` of a pipeline. If `reads_calls`, batches are recorded teacher calls."""
 
     name = "diffusion"
     unit = "samples"
@@ -104,15 +104,15 @@ class DiffusionTask(Task[DiffusionStage]):
             return (self,)
         for argument, model in zip(("student", "teacher"), self.models, strict=True):
             if model is not None and getattr(model, TRANSFORMERS[1], None) is None:
-                raise ValueError(f"{argument}: got one transformer, expected a pipeline with two as the other has.")
+                raise ValueError(f"{argument}: got one transformer, expected a pipeline with two, for both models.")
         if self.pipeline.config.get("boundary_ratio") is None:
-            raise ValueError("boundary_ratio: got None in a pipeline with two transformers, expected one from 0 to 1.")
+            raise ValueError("boundary_ratio: got None in a pipeline with two transformers, expected a number, 0 to 1.")
         first, last = (type(self)(*self.models, component) for component in TRANSFORMERS)
         first.returned = first.student
         return first, last
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote to `folder`: the transformer or, of a pipeline, all that were trained by then."""
+        """Load what `save` wrote to `folder`: one transformer or, of a pipeline, all up to the one that this task trains."""
         if self.returned is self.student:
             return super().load(folder)
         for component in TRANSFORMERS[: TRANSFORMERS.index(self.component) + 1]:
@@ -125,7 +125,7 @@ class DiffusionTask(Task[DiffusionStage]):
             if not is_of_diffusers(model) or family_of(model) is None:
                 raise TypeError(f"{argument}: got {type(model).__name__}, expected {self.expected_model}.")
         if self.pipeline is None:
-            raise ValueError("teacher: got no pipeline, nor as student, expected one of them, for its scheduler.")
+            raise ValueError("teacher: got no pipeline as student or teacher, expected one, for its scheduler.")
         # The softmax class of a converted model; families such as Flux have several.
         bases = [next(x for x in type(model).__mro__ if transformer_family(x) is not None) for model in models]
         channels = [model.config.get("in_channels") for model in models]
@@ -154,7 +154,7 @@ class DiffusionTask(Task[DiffusionStage]):
         self._check_data(stages, arguments, latents)
         prompts: list[str] = []
         if arguments is not None:
-            # With a time for each token, Wan 2.2 5B starts from an image, too.
+            # Wan 2.2 5B, which takes a time for each token (`expand_timesteps`), can also start from an image.
             has_token_times = bool(self.pipeline.config.get("expand_timesteps"))
             self.reads_calls = self.reads_calls or has_token_times or list(arguments.rows[0]) != ["prompt"]
             if self.reads_calls:
@@ -253,7 +253,7 @@ class DiffusionTask(Task[DiffusionStage]):
                 raise ValueError(f"data: got {got}, expected arguments of its pipeline, such as prompts.")
             parameters = inspect.signature(type(self.pipeline).__call__).parameters
             if self.pipeline.config.get("expand_timesteps") and "image" in parameters:
-                raise ValueError("data: got latents with a model of text and first frame, expected prompts and images.")
+                raise ValueError("data: got latents with a text-and-image-to-video model, expected prompts and images.")
             text_columns = ("prompt_embeds", "prompt") if self.takes_text else ("class_labels", "label")
             missing = [column for column in self._image_columns() if column not in columns]
             missing = missing if set(text_columns) & set(columns) else [text_columns[0]]
@@ -263,7 +263,7 @@ class DiffusionTask(Task[DiffusionStage]):
         if arguments is None and latents is None and (self.takes_text or self.reads_calls):
             raise ValueError("data: got None with a model that reads texts, expected latents or prompts.")
         if arguments is not None and "class_labels" in self.condition_names:
-            raise ValueError("data: got prompts with a model of classes, expected latents or None.")
+            raise ValueError("data: got prompts with a class-conditional model, expected latents or None.")
         data_losses = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]
         if latents is None and data_losses:
             reason = f'stage {data_losses[0]!r} has loss "denoising" or a data_weight'
@@ -272,11 +272,11 @@ class DiffusionTask(Task[DiffusionStage]):
         if arguments is not None:
             encodes = "prompt" in arguments.rows[0]
         if self.takes_text and encodes and self.pipeline.components.get("text_encoder") is None:
-            expected = "one, or latents with prompt_embeds and drop_condition 0"
+            expected = "a text encoder, or latents with prompt_embeds and drop_condition 0"
             raise ValueError(f"teacher: got a pipeline without text encoder, expected {expected}.")
 
     def _latent_shape(self, stage: DiffusionStage) -> tuple[int, ...]:
-        """Return the shape [C, (F,) h, w] of latents of the stage's size or, without one, the model's."""
+        """Return the shape [C, (F,) h, w] of latents at the stage's size or, if it is None, the model's sample size."""
         config, pipeline = self.student.config, self.pipeline
         channels = _latent_channels(self.student)
         num_axes = len(_patch_size(self.student))
@@ -300,7 +300,7 @@ class DiffusionTask(Task[DiffusionStage]):
             axes = ", ".join(AXES[-len(patch_size) :])
             expected = f"[{channels}, {axes}], of the model's own VAE"
         elif any(side % patch for side, patch in zip(shape[1:], patch_size, strict=True)):
-            expected = f"sides that the patches {list(patch_size)} divide"
+            expected = f"sides divisible by the patch size {list(patch_size)}"
         elif self.fixed_size and shape[1:] != (sample_size, sample_size):
             expected = f"sides of {sample_size}, the model's sample_size"
         elif latents is not None and stage.size is not None and shape != self._latent_shape(stage):

@@ -93,7 +93,7 @@ class ImageTask(Task[ImageStage]):
         find_output_size(self.processor, self.channels)
 
     def open(self, data: Any, stages: Sequence[ImageStage]) -> LabeledImages:
-        """Open images, labeled with the student's class numbers if a loss reads labels, and else with 0."""
+        """Open images, labeled with the student's class numbers if a loss reads labels, else 0; open the test images."""
         config = self.student.config
         reads_labels = any(stage.reads_labels for stage in stages)
         images = open_images(data, labeled=reads_labels)
@@ -103,7 +103,7 @@ class ImageTask(Task[ImageStage]):
         self.num_classes = config.num_labels if reads_labels else 1
         if reads_labels:
             return images.renumber_for(config)
-        return dataclasses.replace(images, labels=torch.zeros(len(images)))  # data in memory may have some
+        return dataclasses.replace(images, labels=torch.zeros(len(images)))  # data in memory may have labels
 
     def reader(self, source: Any, stage: ImageStage, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
         return ImageReader(source, stage, (seed, number), self.processor, self.channels, self.num_classes, state)

@@ -28,7 +28,7 @@ class LanguageObjective(Objective):
     ) -> LossAndLogs:  # fmt: skip
         """Return the loss of a micro-batch of ids [B, L], and the values to log.
 
-        `labels` and `weights` [B, L] are not shifted. The other weights are factors of a token's and of a sequence's loss.
+        `labels` and `weights` [B, L] are not shifted. The two scalar weights multiply each token's and sequence's loss.
         """
         if self.stage.loss == "transfer":
 
@@ -98,7 +98,7 @@ def next_token_loss(
 def _kl_and_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, teacher: Sequence[torch.Tensor], temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both of each token. With `top_k`, KL is over the teacher's most likely tokens, and all others as one."""
+    """Return both, [N]. With `top_k`, KL is over the teacher's `top_k` most likely tokens, and one class of all others."""
     log_q = logits.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="none")
     if not teacher:

@@ -202,7 +202,7 @@ def test_no_more_is_taken_back_than_the_ring_holds():
     with torch.inference_mode():
         _, state = decode(problem(), FORMS["few"], [40])
     state.crop(3)
-    with pytest.raises(ValueError, match="expected at most 2, the tokens that the ring still holds"):
+    with pytest.raises(ValueError, match="expected at most 2, the tokens that can still be removed"):
         state.crop(3)
     state.crop(2)
     state.select(torch.tensor([1, 0]))

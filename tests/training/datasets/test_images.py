@@ -73,7 +73,7 @@ def test_whole_images_are_what_the_processor_makes_of_them(processor, tmp_path):
 def test_what_is_refused_of_files_and_processors(tmp_path):
     with pytest.raises(ValueError, match=r"processor: got CLIP.*, expected one that makes images of one height and"):
         find_output_size(CLIPImageProcessorPil(size={"shortest_edge": 32}, do_center_crop=False), 3)
-    with pytest.raises(ValueError, match="which holds none, expected a folder of images"):
+    with pytest.raises(ValueError, match="which holds no images, expected a folder of images"):
         open_images(tmp_path)
     data = save_photos(tmp_path / "pets", {"test/a": 1, "test/b": 1})
     with pytest.raises(ValueError, match="pets' with 'test' and nothing to train on, expected train/CLASS"):

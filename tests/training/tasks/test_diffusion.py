@@ -122,13 +122,13 @@ def stage(loss="prediction", size=(9, 64, 80), **values):
 OWN = stage("denoising")
 BAD = {
     "another VAE": ({**OWN, "data": wan_latents(8, 3, 8, 10)}, r"got latents \[8, 3, 8, 10\] .*, expected \[16, frames"),
-    "odd sides": ({**OWN, "data": wan_latents(16, 3, 7, 10)}, r"expected sides that the patches \[1, 2, 2\] divide"),
+    "odd sides": ({**OWN, "data": wan_latents(16, 3, 7, 10)}, r"expected sides divisible by the patch size \[1, 2, 2\]"),
     "no text encoder": ({"student": silent_wan, "teacher": silent_wan}, "got a pipeline without text encoder"),
     "no prompts": ({"data": None}, "data: got None with a model that reads texts, expected latents or"),
     "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "with the columns pixels, expected 'latents'"),
     "weight on data": (stage(data_weight=0.5), "data: got no latents, expected some, because stage 'v' has"),
     "no pipeline": ({"student": lambda: converted("wan").transformer, "teacher": lambda: tiny_transformer("wan")},
-        "teacher: got no pipeline, nor as student, expected one"),
+        "teacher: got no pipeline as student or teacher, expected one"),
     "another family": ({"teacher": PIPELINES["sana"]},
         "teacher: got a Sana.* of 4 channels, expected a Wan.* of 16 channels"),
     "converted teacher": ({**stage("transfer", trainable="mhla"), "teacher": lambda: converted("wan")},

@@ -35,7 +35,7 @@ CASES = {
     "short for the second stage": (lambda lab: {"data": lab.tokens(60), "stages": TWO},
         "60 tokens, expected at least one sequence .seq_len 64."),
     "batch": ({"stages": [Stage("lm", "lm", 4, 1e-3, **STAGE, grad_accum=3)]},
-        "batch_size: got 4 in stage 'lm', expected a multiple of 1 processes times grad_accum 3."),
+        r"batch_size: got 4 in stage 'lm', expected a multiple of 3 \(processes times grad_accum\)."),
     "positions": (lambda lab: {"student": mhla_hf.convert(small_model_of("gpt2")), "stages": [Stage("a", "lm", 1, 1e-3,
         seq_len=129)]}, "seq_len: got 129, expected at most the 128 positions of the student"),
     "vocabulary": ({"data": torch.arange(90)}, "with tokens 0 to 89, expected 0 to 63"),
