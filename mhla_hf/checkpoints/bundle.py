@@ -91,8 +91,7 @@ def fold(package: Path, entry: str, library: str) -> str:
     header = (
         f'"""MHLA, multi-head linear attention (arXiv 2601.07832): {package.name}.{entry} in one file.\n\n'
         f"Folded from the source of {package.name} for loading with trust_remote_code=True; needs no {package.name}.\n"
-        "Docstrings are cut to their first paragraph. Change the package, not this file.\n"
-        "License of the code: Apache-2.0.\n\n"
+        "Docstrings are cut to one paragraph. Change the package, not this file. License of the code: Apache-2.0.\n\n"
         f"format: {FORMAT}\nentry: {entry}\nmade by mhla_hf: {version[1]}\nsha256: {PLACEHOLDER}\n"
         '"""\n'
     )
