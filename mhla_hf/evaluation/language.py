@@ -29,7 +29,7 @@ from lm_eval import evaluate as run_harness
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks._yaml_loader import load_yaml  # no public call reads a task's settings; lm-eval is pinned exactly
 
 from ..checkpoints.file_io import temporary_folder
 from ..checkpoints.load import load_config, load_language_model, load_tokenizer, wrap_errors
@@ -102,8 +102,8 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
             if missing:
                 _judge(subject, missing, state, seed, longest=max(protocol.lengths, default=0))
                 broadcast_scores(subject)
-    wanted = {(name, shots, args.limit) for item in requested for name, (_, shots) in item.scored.items()}
-    return {x.name: Results(r for r in x.kept if (r.task, r.shots, r.limit) in wanted) for x in subjects}
+    identities = {(name, shots, args.limit) for item in requested for name, (_, shots) in item.scored.items()}
+    return {x.name: Results(r for r in x.kept if (r.task, r.shots, r.limit) in identities) for x in subjects}
 
 
 def _load_requested_tasks(protocol: Any, subject: Subject, args: Any) -> list[Requested]:

@@ -190,9 +190,7 @@ class Comparison(dict[str, Results]):
         """
         columns = {name: compute_paper_values(records, self.columns) for name, records in self.items()}
         points: Any = defaultdict(dict)  # title -> model -> value, standard error
-        curves: Any = defaultdict(
-            lambda: defaultdict(list)
-        )  # title -> model -> list of position, value, standard error
+        curves: Any = defaultdict(lambda: defaultdict(list))  # title -> model -> [(position, value, standard error)]
         for name, records in self.items():
             for label, score in columns[name].items():
                 points[self._title(label)][name] = score

@@ -29,8 +29,8 @@ def check_tensor(
 
 def check_shape(name: str, x: Tensor, *sizes: int | str) -> None:
     """Check the shape of x; a string stands for any size, and is its name in the message."""
-    given = [size if isinstance(size, str) else got for size, got in zip(sizes, x.shape, strict=False)]
-    if x.dim() != len(sizes) or given != list(sizes):
+    shape = [expected if isinstance(expected, str) else size for expected, size in zip(sizes, x.shape, strict=False)]
+    if x.dim() != len(sizes) or shape != list(sizes):
         raise ValueError(f"{name}: got shape {list(x.shape)}, expected [{', '.join(map(str, sizes))}].")
 
 

@@ -264,9 +264,9 @@ def _check_weights(
         model = peft.get_peft_model(model, lora, adapter_name)
         expected |= peft.get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
     for name in sorted({*expected, *weights}):
-        shape, wanted = (f"shape {list(x[name].shape)}" if name in x else "nothing" for x in (weights, expected))
-        if shape != wanted:
-            raise ValueError(f"{start} with {shape} for {name!r}, expected {wanted}.")
+        got, required = (f"shape {list(x[name].shape)}" if name in x else "nothing" for x in (weights, expected))
+        if got != required:
+            raise ValueError(f"{start} with {got} for {name!r}, expected {required}.")
         if not weights[name].isfinite().all():
             raise ValueError(f"{start} with NaN or infinity in {name!r}, expected finite numbers.")
 

@@ -74,12 +74,13 @@ def check_tensor_parallel(size: int, config: Any, caches_prefixes: bool) -> None
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if num_heads % size:
         raise ValueError(f"tensor_parallel_size: got {size}, expected a divisor of the {num_heads} KV heads of MHLA.")
-    layers, softmax_heads = config.mhla["layers"], config.mhla.get("softmax_heads") or {}
+    num_layers = len(config.mhla["layers"])
+    splits = [HeadSplit(heads, num_heads) for heads in (config.mhla.get("softmax_heads") or {}).values()]
+    has_whole_layer = {True: num_layers < config.num_hidden_layers, False: len(splits) < num_layers}
     kinds = set()  # for each process, whether it has softmax heads, and whether it has MHLA heads
     for rank in range(size):
-        counts = [HeadSplit(heads, num_heads).of_rank(rank, size).counts for heads in softmax_heads.values()]
-        has_softmax = len(layers) < config.num_hidden_layers or any(count[True] for count in counts)
-        kinds.add((has_softmax, len(softmax_heads) < len(layers) or any(count[False] for count in counts)))
+        counts = [split.of_rank(rank, size).counts for split in splits]
+        kinds.add(tuple(has_whole_layer[kind] or any(count[kind] for count in counts) for kind in (True, False)))
     # vLLM sizes pages by the attention layers of each process.
     if kinds >= {(True, True), (False, True)}:
         expected = "a size that gives every process softmax heads"

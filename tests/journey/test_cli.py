@@ -102,6 +102,10 @@ def test_an_adapter_is_merged(shelf, tmp_path, capsys):
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(shelf / "llama").get_vocab()
     assert main([*command, "--overwrite", "--model", str(tmp_path / "none")]) == 2
     assert "--model: got" in capsys.readouterr().err
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": None}))
+    assert main([*command, "--overwrite"]) == 2
+    assert "--model: got None" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ class DiffusionTask(Task[DiffusionStage]):
         return first, last
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote to `folder`: one transformer or, of a pipeline, all up to the one that this task trains."""
+        """Load the weights that `save` wrote: of a transformer, or of a pipeline's up to and including `self.component`."""
         if self.returned is self.student:
             return super().load(folder)
         for component in TRANSFORMERS[: TRANSFORMERS.index(self.component) + 1]:
