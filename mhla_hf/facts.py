@@ -99,7 +99,7 @@ class FactRows:
         return ids, labels, weights
 
     def insert_facts(self, tokens: list[int], rng: random.Random) -> tuple[list[int], list[int]]:
-        """Insert evenly spaced facts and final questions, cut to the old length; return tokens and positions of answers."""
+        """Insert evenly spaced facts and final questions, and cut the text to make room; return tokens and answer places."""
         num_facts = min(len(tokens) // TOKENS_PER_FACT, len(self.words) // 2)
         words, facts = rng.sample(self.words, 2 * num_facts), []
         for name, value in zip(words[:num_facts], words[num_facts:], strict=True):

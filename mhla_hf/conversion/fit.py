@@ -134,10 +134,10 @@ def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
 def set_balance(
     core: Any, weights: Callable[[int, int], Sequence[torch.Tensor]], num_rows: int, is_far: torch.Tensor
 ) -> None:
-    """Set each head's balance, the log of a factor on MHLA's weights, so that far keys weigh as in the softmax, in place.
+    """Set, in place, each head's balance, the log of a factor on MHLA's weights, so that far keys sum up as in softmax.
 
     For a head and a row of a batch, `weights` returns the scores [Q, S] of Q queries and S keys, the log of the sum of
-    e^score over all keys [Q, 1], and MHLA's weights on the scale of e^score [Q, S]. `is_far` [Q, S]: outside any window.
+    e^score over all keys [Q, 1], and MHLA's weights on the scale of e^score [Q, S]. `is_far` [Q, S]: outside the window.
     """
     for head in range(len(core.mixing.balance)):
         masses: Any = 0.0  # [2], the weight of all far tokens in the softmax and in MHLA

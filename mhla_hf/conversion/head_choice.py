@@ -144,7 +144,7 @@ class HeadChoice:
         }
 
     def choose(self, original: Point, points: Sequence[Point]) -> Point:
-        """Return the point of smallest KL; for "auto", of smallest cache within `tolerance` and `MAX_LOSS`, if any is."""
+        """Return the point of least KL or, for "auto", the smallest cache within `tolerance` and `MAX_LOSS`, if any."""
         closest = min(points, key=lambda point: point["kl"])
         if not self.is_auto:
             return closest

@@ -129,7 +129,7 @@ def read_rows(
 
 
 def ask_of_row(row: torch.Tensor, tokenizer: Any) -> AskingRow:
-    """Build an `AskingRow` from a row int64 [1, T]: repeat its first third at the end, and insert facts and questions.
+    """Build an `AskingRow` from a row int64 [1, T]: copy its first third over its last, and insert facts and questions.
 
     Text alone seldom makes a model look something up. No facts are inserted if the tokenizer has too few one-token words.
     """

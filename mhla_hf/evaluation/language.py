@@ -222,8 +222,8 @@ def _judge(subject: Subject, missing: Sequence[Requested], state: Any, seed: int
             raise ValueError(f"settings: lengths: got {longest}, expected {expected}.")
         for number, item in enumerate(missing, 1):
             logger.info("%s: %s (%d of %d)", subject.name, item.name, number, len(missing))
-            # lm-eval distributes documents only for models that it loads itself, so its attributes are set here. It drops
-            # metrics by depth that are missing on one process, so such tasks run as a whole on every process.
+            # lm-eval distributes documents only for models that it loads itself, so attributes of `HFLM` are set here. It
+            # drops metrics that are missing on one process, so tasks with metrics by depth run in full on every process.
             if accelerator:
                 has_depths = any("_back_" in str(task.config.metric_list) for task in item.loaded["tasks"].values())
                 judge.accelerator = accelerator

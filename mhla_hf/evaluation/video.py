@@ -163,7 +163,7 @@ class _Judge(PipelineJudge):
                 average, values = float(average), [video["video_results"] for video in videos]
         if len(values) < len(names):
             raise ValueError(f"vbench: got {len(values)} scores for {dimension}, expected {len(names)}, one per video.")
-        # In some dimensions, the results of videos are not numbers, or their mean is not the average.
+        # In some dimensions, results per video are not numbers, or VBench's score is not their mean: no standard error then.
         numbers = [float(value) for value in values if isinstance(value, (bool, int, float))]
         is_mean = len(numbers) == len(values) > 1 and abs(statistics.fmean(numbers) - average) <= 1e-6
         error = statistics.stdev(numbers) / len(numbers) ** 0.5 if is_mean else None

@@ -144,7 +144,7 @@ def _check_code_names(file: Path) -> None:
     auto_map = content.get("auto_map") if file.name == "config.json" else None
     for auto_class, reference in auto_map.items() if isinstance(auto_map, dict) else ():
         if not (isinstance(reference, str) and (file.parent / f"{reference.rpartition('.')[0]}.py").is_file()):
-            raise ValueError(f"{file}: got {reference!r} for {auto_class}, expected a class of the model's own source.")
+            raise ValueError(f"{file}: got {reference!r} for {auto_class}, expected a class in a .py file beside it.")
     for key in CODE_KEYS:
         if content.get(key) and content[key] is not auto_map:
             raise ValueError(

@@ -38,8 +38,8 @@ class AttentionSwap:
     mixin: type  # first base of the MHLA attention classes
     find_attentions: Callable[[nn.Module], dict[int, Any]]  # from a model, by layer index
     core_sizes: Callable[[Any, Any], dict[str, Any]]  # from attention and config: a core's arguments after settings
-    matrix_core: Any = None  # core classes by `MHLASettings.core`; None for one that a saved source lacks
-    windowed_core: Any = None
+    matrix_core: Any = None  # core class if `MHLASettings.core` is "matrix"; None if a checkpoint's source lacks it
+    windowed_core: Any = None  # if it is "windowed"
     prepare: Callable[..., Any] | None = None  # changes the arguments of the forward of the model without its head
     finish: Callable[[Any, MHLASettings], None] | None = None  # called when all layers are swapped
     replaces_masks: bool = True  # a model without softmax selects MHLA in its config, so that no T x T mask is built

@@ -91,7 +91,7 @@ COSMOS_VIDEO = replace(WAN_VIDEO, rotary="halves", head_norm=True)
 ALLEGRO_VIDEO = replace(WAN_VIDEO, rotary="axes")
 ANYFLOW_VIDEO = replace(WAN_VIDEO, latents="frames channels height width", rotary="complex")
 KANDINSKY_VIDEO = replace(WAN_VIDEO, latents="frames height width channels", rotary="matrices", head_norm=True)
-# Latte attends within each frame; its attention between frames has blocks of its own, which stay softmax.
+# Latte has transformer blocks that attend within each frame, and others, between frames, which stay softmax.
 LATTE_FRAMES = replace(PIXART_IMAGES, latents="channels frames height width")
 HUNYUAN_IMAGES = replace(PIXART_IMAGES, defaults={**IMAGE_DEFAULTS, "rope": "after"}, head_norm=True)
 # A query of the grid reads the text and its own block by softmax: without its own block, a layer starts much worse.

@@ -75,7 +75,7 @@ def step_within_block(inputs: MHLAInputs, state: MHLAState) -> Tensor:
 
 
 def step_across_blocks(inputs: MHLAInputs, state: MHLAState) -> Tensor:
-    """Compute the outputs [B, T, H, V] of T new tokens per row, with zeros for padding."""
+    """Compute the outputs [B, T, H, V] of T new tokens per row, with zeros for padding, and update the state."""
     q, mixing, sum_dtype, size = inputs.q, inputs.mixing, state.summaries.dtype, state.block_size
     blocks, (source, inverse), open_tokens = append_tokens(inputs, state)
     prefix, prefix_z = mix_closed_blocks(state, mixing, torch.arange(len(q)), blocks)

@@ -41,7 +41,7 @@ class MHLAServing:
         return {**options, "config": config}
 
     def _create_attention_instances(self: Any, prefix: str = "") -> None:
-        """Create vLLM's attention as the backend does; then replace it in MHLA layers, and split other layers into pages."""
+        """Create vLLM's attention as the backend does; replace it in MHLA layers, and split others by heads of a page."""
         super()._create_attention_instances(prefix)  # type: ignore[misc]
         config = self._from_config_kwargs["config"]
         settings = MHLASettings.from_dict(self.config.mhla)

@@ -74,7 +74,7 @@ class PagePool:
         """Copy the named parts of N requests from their P pages each, int64 [N, P], as one tensor [N, G, ...] per name."""
         shape = (len(pages), pages.shape[1] * self.layout.heads)
         parts = [self.parts[name] for name in names]
-        # Of a 2-D tensor, PyTorch copies whole rows.
+        # Flat, because `index_select` copies whole rows of a 2-D tensor, which is faster.
         return [x.flatten(1).index_select(0, pages.flatten()).view(*shape, *x.shape[2:]) for x in parts]
 
     def put(self, pages: torch.Tensor, **parts: torch.Tensor) -> None:

@@ -146,7 +146,7 @@ def test_masks_that_hide_more_than_padding_are_refused(model):
     causal = blocks.clone()
     blocks[5:, :5] = False
     torch.testing.assert_close(full_logits(model, ids, causal.expand(2, 1, 9, 9)), full_logits(model, ids), **CLOSE)
-    with pytest.raises(ValueError, match="hide more than padding"):
+    with pytest.raises(ValueError, match="hides more than padding"):
         full_logits(model, ids, blocks.expand(2, 1, 9, 9))
 
 

@@ -17,7 +17,7 @@ ATTENTIONS = "an MHLA layer has no attention matrix to give"
 NOT_APPLICABLE = {  # in whichever suite, by how the names of the tests begin
     "test_attention_outputs": ATTENTIONS,
     "test_generate_with_quant_cache": "an MHLA layer keeps no keys and values that could be quantized",
-    "test_custom_4d_attention_mask": "MHLA refuses masks that hide more than padding and the future",
+    "test_custom_4d_attention_mask": "MHLA refuses masks that hides more than padding and the future",
     "test_inherits_generation_mixin": "it is inherited from the base's class, which inherits it",
 }
 ALL_MHLA = {  # where no layer has softmax

@@ -105,7 +105,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             is_real, columns = self.padded
             num_removed = int(columns) - int(self.seen_tokens) - tokens_to_remove  # of that call's columns
             if num_removed > 0 and not bool(is_real[:, -num_removed:].all()):
-                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, with padding, expected real tokens alone.")
+                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, some of them padding, expected real ones.")
         self.state.crop(-tokens_to_remove)
         self.seen_tokens += tokens_to_remove
         if self.softmax is not None:

@@ -189,10 +189,10 @@ def keep_softmax_heads(attention: Any, heads: Sequence[int]) -> None:
 def pass_padding(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Add the padding or the borders of packed sequences to the arguments of a model without its head, for its layers.
+    """Return the arguments of a headless model's forward, with what its layers need of padding or packed sequences.
 
-    `mhla_padding` is each row's first real token, int64 [B], and which tokens are real, bool [B, T]. Positions, unless the
-    caller passes them, count only real tokens, so that padding does not change outputs.
+    `mhla_padding` is the index of each row's first real token, int64 [B], and which are real, bool [B, T]. Positions, unless
+    the caller passes them, count only real tokens, so that padding does not change outputs.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     if not isinstance(pages := kwargs.get("cache"), Cache | None):  # of transformers' continuous batching
@@ -241,15 +241,15 @@ def real_columns(mask: Tensor, batch: int, length: int, seen: Any) -> Tensor:
     raise ValueError(f"attention_mask: got shape {tuple(mask.shape)} for {length} new tokens, expected {expected}.")
 
 
-@torch.compiler.disable(reason="attention_mask: got four axes, which are read by value, expected [batch, length].")
+@torch.compiler.disable(reason="attention_mask: got a 4-D mask, which is read by value, expected [batch, length].")
 def check_only_padding(allowed: Tensor, seen: int) -> None:
     """Raise ValueError if a mask, bool [B, T, S], hides more than the future and padding: MHLA can hide nothing else."""
     real = allowed.any(1)
     causal = torch.ones_like(allowed).tril(int(seen)) & real[:, None]
     # Rows of padded queries do not matter.
     if bool(((causal != allowed) & real[:, seen:, None]).any()):
-        got = "four axes that hide more than padding and the future"
-        expected = "[batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1"
+        got = "a 4-D mask that hides more than padding and the future"
+        expected = "a mask [batch, length], or packed sequences by position_ids or cu_seq_lens_q in a batch of 1"
         raise ValueError(f"attention_mask: got {got}, expected {expected}.")
 
 

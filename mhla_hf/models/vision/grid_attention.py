@@ -16,7 +16,7 @@ GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
 
 
 class GridCall(NamedTuple):
-    """Carries the grid and the layer's input [B, T, C] in place of the mask, which every base passes to attention."""
+    """The grid and the layer's input [B, T, C], passed as `attention_mask`, which reaches the attention function."""
 
     grid: tuple[int, ...]
     hidden_states: Tensor

@@ -151,7 +151,8 @@ class MHLAVisionConfig(PreTrainedConfig):
             width, heads = stage["hidden_size"], stage["num_heads"]
             if width % heads or width // heads % unit:
                 expected = f"a divisor of hidden_size {width} that makes the head width a multiple of {unit}"
-                raise ValueError(f"num_attention_heads: got {heads}, expected {expected}.")
+                name = "stages: num_heads" if self.stages else "num_attention_heads"
+                raise ValueError(f"{name}: got {heads}, expected {expected}.")
 
     def image_sides(self) -> tuple[int, int]:
         height, width = [self.image_size] * 2 if isinstance(self.image_size, int) else self.image_size
