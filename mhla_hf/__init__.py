@@ -1,8 +1,8 @@
 """mhla_hf: Multi-Head Linear Attention (arXiv 2601.07832) for the Hugging Face ecosystem.
 
 Importing the package registers the most common model types with transformers' Auto classes, which imports torch and
-transformers. The public names below are imported when they are first used. The console script `mhla-hf` (`mhla_hf_command`)
-leaves the registration to the command that runs, so that `mhla-hf --help` imports neither library.
+transformers. The public names below are imported when they are first used. Under the console script `mhla-hf`, each command
+registers the types itself (`cli.values.load_libraries`), so that `mhla-hf --help` imports neither torch nor transformers.
 """
 
 import contextlib
@@ -63,5 +63,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if "mhla_hf_command" not in sys.modules:  # the console script leaves this to its command
+if "mhla_hf_command" not in sys.modules:  # under the console script, each command registers them
     importlib.import_module("._register", __name__).register()

@@ -18,7 +18,7 @@ def register() -> None:
     """Register MHLA's own model types, and the types converted from the most common base models, with the Auto classes.
 
     Other types are registered when a model of theirs is converted or loaded: importing all base models takes seconds.
-    `make_source`, by which `models` saves source files, is set here because `models` may not import `checkpoints`.
+    Also give `models` the function `make_source` for source files, which `models` may not import from `checkpoints`.
     """
     set_source_maker(make_source)
     register_classes(MHLAConfig, (MHLAModel, MHLAForCausalLM))

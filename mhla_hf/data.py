@@ -121,8 +121,8 @@ class TokenRing:
     def __init__(self, tokens: Any, vocab_size: int | None, name: str) -> None:
         tokens = torch.as_tensor(tokens)
         if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
-            got = f"{name!r}, a tensor {tuple(tokens.shape)} of {tokens.dtype}"
-            raise ValueError(f"data: got {got}, expected whole numbers [N], at least one.")
+            got = f"{name!r} with shape {list(tokens.shape)} and {tokens.dtype}"
+            raise ValueError(f"data: got {got}, expected integers with shape [N], at least one.")
         self.tokens = tokens.to(device="cpu", dtype=torch.int32).contiguous()
         self.name = name
         check_token_ids(self.tokens, vocab_size, name)
@@ -181,7 +181,7 @@ class TokenStream:
         return _StreamReader(self, length, state)
 
     def tokens(self, rows: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        """Return the concatenated ids and labels of rows, with the end-of-sequence token after each text."""
+        """Return the ids and labels of all rows, with the end-of-sequence token after texts; ValueError for invalid rows."""
         if "input_ids" in rows[0]:
             ids = [token for row in rows for token in row["input_ids"]]
             labels = [token for row in rows for token in row.get("labels", row["input_ids"])]
@@ -243,7 +243,7 @@ class _StreamReader(Reader):
 
 
 def _list_files(path: Path) -> list[Path]:
-    """Return [path] of a file; of a folder, all text files below it or, if there are none, tables of one format, sorted."""
+    """Return [path] if it is a file; for a folder, list all its text files or else its tables of one format, sorted."""
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -308,7 +308,7 @@ def hash_source(source: Any, progress: bool = False) -> str | None:
 
 
 def _encode(tokenizer: Any, texts: list[Any], name: str) -> list[int]:
-    """Tokenize documents into one list of ids, with the end-of-sequence token after each."""
+    """Tokenize documents into one list of ids, an end-of-sequence token after each; ValueError without tokenizer or text."""
     if tokenizer is None:
         raise ValueError(f"tokenizer: got None with {name!r}, which is text, expected a tokenizer.")
     if not texts:
@@ -333,10 +333,10 @@ def with_special_tokens(ids: torch.Tensor, added_ids: tuple[torch.Tensor, torch.
 
 def check_token_ids(tokens: Any, vocab_size: int | None, name: str) -> None:
     if vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        got = f"{name!r} with tokens {tokens.min()} to {tokens.max()}"
-        raise ValueError(f"data: got {got}, expected 0 to {vocab_size - 1}, which the model knows.")
+        got = f"{name!r} with token ids {tokens.min()} to {tokens.max()}"
+        raise ValueError(f"data: got {got}, expected ids 0 to {vocab_size - 1}, the vocabulary of the model.")
 
 
 def _check_length(tokens: int, length: int, name: str) -> None:
     if tokens < length:
-        raise ValueError(f"data: got {name!r} with {tokens} tokens, expected at least one sequence (seq_len {length}).")
+        raise ValueError(f"data: got {name!r} with {tokens} tokens, expected at least seq_len, which is {length}.")

@@ -24,9 +24,9 @@ OBJECTS = tuple(
 )
 # Lookups take the last NUM_WORDS of the first NUM_FREQUENT_WORDS words of a vocabulary: familiar, yet rare in the text.
 NUM_FREQUENT_WORDS, NUM_WORDS = 400, 120
-NUM_FACT_WORDS, MIN_FACT_WORDS = 2000, 100  # most and fewest for training, after the frequent words
+NUM_FACT_WORDS, MIN_FACT_WORDS = 2000, 100  # words for training, after the frequent ones: at most, at least
 TOKENS_PER_FACT = 100  # a row of 1,000 tokens has ten facts; about one in three is a number
-FACTLESS = 8  # an eighth of a row, before the questions, has no facts, so that the attention window has passed all
+FACTLESS = 8  # an eighth of a row, before its questions, has no facts, so that all facts have left the attention window
 ANSWER_WEIGHT = 10.0  # of an answer's tokens in the loss; all other tokens weigh 1
 
 
@@ -40,7 +40,7 @@ class Fact(NamedTuple):
     """A line of text that states a fact."""
 
     kind: str  # one of `LINES`
-    start: str  # what asks for the answer
+    start: str  # text before the answer, which is also the question
     answer: str  # with the space before it
     end: str
 
@@ -62,7 +62,7 @@ def choose_words(tokenizer: Any) -> tuple[list[str], list[str]]:
 
 
 def draw_facts(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -> list[Fact]:
-    """Draw a fact of evaluation for each of `kinds`, "codes" or "lookups"."""
+    """Draw an evaluation fact for each item of `kinds`, "codes" or "lookups"; ValueError if the tokenizer lacks words."""
     num_codes, num_lookups = (kinds.count(kind) for kind in ("codes", "lookups"))
     codes = zip(rng.sample(OBJECTS, num_codes), rng.sample(range(1000, 10_000), num_codes), strict=True)
     names, values = choose_words(tokenizer) if num_lookups else ([], [])
@@ -75,7 +75,7 @@ def draw_facts(tokenizer: Any, kinds: Sequence[str], rng: random.Random) -> list
 
 
 class FactRows:
-    """Inserts facts and questions into a fraction of rows. A row's tokens alone determine whether, and which facts."""
+    """Inserts facts and questions into a fraction of rows. Whether a row gets any, and which, depends only on its tokens."""
 
     def __init__(self, tokenizer: Any, fraction: float) -> None:
         self.tokenizer, self.fraction = tokenizer, fraction
@@ -99,7 +99,7 @@ class FactRows:
         return ids, labels, weights
 
     def insert_facts(self, tokens: list[int], rng: random.Random) -> tuple[list[int], list[int]]:
-        """Insert evenly spaced facts and final questions, and cut the text to make room; return tokens and answer places."""
+        """Return `tokens` with evenly spaced facts and final questions, cut to the old length, and the answers' indices."""
         num_facts = min(len(tokens) // TOKENS_PER_FACT, len(self.words) // 2)
         words, facts = rng.sample(self.words, 2 * num_facts), []
         for name, value in zip(words[:num_facts], words[num_facts:], strict=True):

@@ -1,6 +1,6 @@
 """Describe a saved MHLA model, or what a conversion would make of a softmax language model, for `mhla-hf info`.
 
-No weights are loaded: parameters are counted in the headers of files, and caches on the meta device.
+No weights are loaded: parameters are counted from safetensors headers or, like cache sizes, on the meta device.
 """
 
 import copy
@@ -30,9 +30,9 @@ from .models.language.causal_attention import find_causal_attentions
 from .training.run_folder import RECORD
 
 MIB = 2**20
-KEEP = 1 / 6  # share of KV heads that keep softmax in the conversion that is described
-MAX_SCORES = 5  # number of scores that are printed
-# Kind of model that `mhla-hf evaluate` supports -> recipe that `mhla-hf info` suggests.
+KEEP = 1 / 6  # share of KV heads that keep softmax when the conversion of a softmax model is described
+MAX_SCORES = 5  # largest number of scores that are printed
+# Kind of model that `mhla-hf evaluate` supports -> recipe that `mhla-hf info` suggests, or a placeholder for one.
 EVALUATION_RECIPES = {"language": "recall", "image": "RECIPE", "pipeline": "RECIPE"}
 SHOWN_SETTINGS = (
     "mixing_form", "windowed", "window", "salient", "block_size", "num_blocks", "layout", "feature_map", "normalize",
@@ -43,9 +43,9 @@ SHOWN_SETTINGS = (
 def describe_model(model: PathLike, context: int = 1024, revision: str | None = None) -> dict[str, Any]:
     """Describe a saved MHLA model or pipeline, or a softmax language model and its conversion, as a dict for JSON.
 
-    For converted or convertible language models, "kept_layers" maps reasons to the layers that keep softmax,
-    "kv_heads" counts all heads and those that keep softmax, and "cache" has a sequence's bytes at `context` tokens with MHLA
-    and with softmax alone.
+    For converted or convertible language models, "kept_layers" maps reasons to the layers that keep softmax, "kv_heads"
+    counts all KV heads and those that keep softmax, and "cache" has the bytes of one sequence of at most `context` tokens
+    with MHLA and with softmax alone. Raise ValueError for other softmax models and for MHLA models on the Hub.
     """
     folder = Path(model)
     stored = read_json(folder / "config.json") or {}
@@ -53,9 +53,9 @@ def describe_model(model: PathLike, context: int = 1024, revision: str | None = 
     if loaded is not None and (getattr(loaded, "mhla", None) is None or not stored):
         start = f"model: got {str(model)!r}"
         if getattr(loaded, "mhla", None) is not None:
-            raise ValueError(f"{start}, an MHLA model on the Hub, expected the folder of a downloaded one.")
+            raise ValueError(f"{start}, an MHLA model on the Hub, expected a local folder: download the model first.")
         if (family := family_to_convert(loaded.model_type)) in (*ENCODERS, *VISION):
-            kind = "a vision tower" if family in VISION else "an encoder of text"
+            kind = "a vision tower" if family in VISION else "a text encoder"
             raise ValueError(f"{start}, {kind}, expected a causal language model or an MHLA model.")
         return {
             "model": str(model),
@@ -130,9 +130,9 @@ def compare_with_softmax(config: Any, converted: Any, context: int) -> dict[str,
 
 
 def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those `SHOWN_SETTINGS` that apply to the model."""
+    """Return those `SHOWN_SETTINGS` that apply to the model and are not None, False or 0."""
     unused = ["block_size", "num_blocks"] if settings.get("layout") else []
-    if settings["windowed"]:  # sequences have no mixing matrix then, and with `salient` no feature map
+    if settings["windowed"]:  # sequences have no `mixing_form` then, and with `salient` no feature map
         unused += ["num_blocks"] + (["mixing_form"] if not settings.get("layout") else [])
         unused += ["feature_map", "normalize"] if settings.get("salient") else []
     else:
@@ -142,7 +142,7 @@ def describe_form(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_weights(folder: Path) -> tuple[int, int]:
-    """Return the number of parameters in all safetensors files below a folder, and the bytes of the files."""
+    """Count the parameters and bytes of all safetensors files below a folder. Raise ValueError if a file is damaged."""
     parameters = size = 0
     for file in sorted(folder.rglob("*.safetensors")):
         size += file.stat().st_size

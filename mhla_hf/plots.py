@@ -1,4 +1,4 @@
-"""Style and files of figures, tables as text, and the report of a conversion."""
+"""Draw figures in one style, and render tables and the report of a conversion as text."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ STYLE: dict[str, Any] = {
 def draw_heads(measured: Mapping[str, Any]) -> str:
     """Return a map of a conversion's KV heads, a line per head and a column per layer: "#" keeps softmax, "." is MHLA.
 
-    `measured` is the model's `config.mhla_measured`. A head that a layer lacks is a space.
+    `measured` is the model's `config.mhla_measured`. A space: the layer lacks this head, or has no scores.
     """
     scores = measured["head_scores"]
     softmax_heads = measured["softmax_heads"]
@@ -52,7 +52,7 @@ def sort_numbers(by_number: Mapping[str, Any]) -> list[str]:
 
 
 def tabulate_curve(measured: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table of `measured["curve"]`: scores and cache sizes of the original and each choice."""
+    """Return header and rows of a table of `measured["curve"]`: scores and cache sizes of the original and all choices."""
     lengths = sort_numbers(measured["cache_bytes"])
     rows = []
     for point in measured["curve"]:
@@ -68,7 +68,7 @@ def tabulate_curve(measured: Mapping[str, Any]) -> tuple[list[str], list[list[st
 
 
 def draw_curve(measured: Mapping[str, Any], path: PathLike) -> None:
-    """Plot the scores of choices of softmax heads by the size of the cache, with a line per number of salient tokens."""
+    """Plot scores against cache size for each choice of softmax heads, with a line per number of salient tokens."""
     original, *points = measured["curve"]
     length = str(measured["context"])
     shown: dict[str, Callable[[Any], float]] = {"KL to the original, nats": lambda point: point["kl"]}
@@ -129,7 +129,7 @@ def _draw_curves(axes: Any, values: Mapping[str, Any], colors: Mapping[str, str]
 
 
 def render_report(measured: Mapping[str, Any]) -> str:
-    """Render scores, cache sizes, and a map of heads from `config.mhla_measured` of a conversion with text."""
+    """Render `config.mhla_measured` of a conversion with text: scores, cache sizes and, if heads were chosen, their map."""
     names = {"original": "original", "converted": "converted", "fitted": "fitted", "kept": "with softmax heads"}
     scores = {name: measured[key] for key, name in names.items() if key in measured}
     if "cosine" in measured["original"]:

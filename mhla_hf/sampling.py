@@ -8,7 +8,7 @@ from typing import Any
 
 from .conversion.model_family import transformers_of
 
-# Methods by which a pipeline gives its scheduler the timesteps, the index of the first one to run, and a prediction.
+# Methods of a scheduler to which a pipeline passes the timesteps, the index of the first step, and a model's prediction.
 COUNTED_METHODS = ("set_timesteps", "set_begin_index", "step")
 
 
@@ -26,7 +26,7 @@ class StepSwitch:
         return StepSwitch(copy.deepcopy(self.scheduler, memo), [], self.steps.start, self.steps.stop)
 
     def run(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `method`, the scheduler's own method `name`, choose the next step's attention, and return the result."""
+        """Return the result of `method`, the scheduler's own method `name`, and switch to the attention of the next step."""
         result = method(*args, **kwargs)
         self.index = self.index + 1 if name == "step" else getattr(self.scheduler, "begin_index", None) or 0
         steps = range(len(self.scheduler.timesteps))
@@ -46,7 +46,7 @@ def use_mhla_in_steps(pipeline: Any, start: int = 0, end: int | None = None) -> 
     Args:
         pipeline: A pipeline of diffusers with a converted transformer, or two.
         start: The first step with MHLA. Negative numbers count from the last step, as in a slice.
-        end: The step after the last one with MHLA; None means all that follow `start`.
+        end: The first step after those with MHLA, counted like `start`; None: MHLA runs to the last step.
 
     Raises:
         ValueError: The pipeline has no MHLA transformer, or no scheduler.

@@ -97,10 +97,10 @@ def test_the_next_stage_goes_on_in_the_stream_with_the_labels_of_its_rows(tmp_pa
     ("name", "content", "words"),
     [
         ("t.txt", "", "which is empty, expected text"),
-        ("t.txt", "a b c", "with 4 tokens, expected at least one sequence .seq_len 10."),
+        ("t.txt", "a b c", "with 4 tokens, expected at least seq_len, which is 10."),
         ("t.jsonl", '{"body": "a b"}\n', "with columns body, expected text in a column 'text'"),
         ("t.jsonl", '{"text": "a b"\n', "rows that can be read|that can be reached"),
-        ("t.jsonl", '{"input_ids": [1, 99]}\n', "with tokens 1 to 99, expected 0 to 8"),
+        ("t.jsonl", '{"input_ids": [1, 99]}\n', "with token ids 1 to 99, expected ids 0 to 8"),
         ("empty", "folder", "the folder '.*empty', which holds no text, expected files ending in .txt"),
     ],
 )
@@ -118,7 +118,7 @@ def test_text_needs_a_tokenizer_and_a_dataset_within_reach():
     for value, says in (
         ("nobody/nothing-of-this-name", "a file or folder, or a dataset that can be reached"),
         (100 * "Once upon a time. ", "which does not exist, expected a file, a folder, a dataset, or a list"),
-        (torch.tensor([1, -1]), "with tokens -1 to 1, expected 0 to 63"),
+        (torch.tensor([1, -1]), "with token ids -1 to 1, expected ids 0 to 63"),
         ({"some": "text"}, "got dict, expected a file"),
         (["a b c"], "tokenizer: got None"),
     ):

@@ -8,7 +8,7 @@ import mhla_hf
 
 PACKAGE = Path(mhla_hf.__file__).parent
 FLOORS = ["ops", "nn", "models", "checkpoints", "data facts plots", "conversion", "training", "sampling", "evaluation"]
-FLOORS += ["vllm_plugin", "hub", "info", "cli"]
+FLOORS += ["vllm_plugin", "hub", "info compare", "cli"]
 FLOORS = [{*names.split()} for names in FLOORS] + [{"_register", ""}]
 
 

@@ -204,7 +204,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
 
 
 def can_resume(folder: PathLike, record: str, identity: dict[str, Any], argument: str) -> bool:
-    """Return True if `folder` has a JSON file `record` of this `identity`, False if new or empty; else raise ValueError."""
+    """Return True if the JSON file `folder`/`record` equals `identity`, False without any files; else raise ValueError."""
     folder, start = Path(folder), f"{argument}: got {str(folder)!r}"
     present = json.loads(json.dumps(identity))
     if (stored := read_json(folder / record)) is not None:

@@ -22,7 +22,7 @@ ERROR_LINE = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")
 def load_isolated(
     folder: PathLike, kind: str, *, inputs: PathLike | None = None, dtype: str = "auto"
 ) -> dict[str, Any]:
-    """Load a saved model without mhla_hf, and report "class", weights ("missing", "unexpected"), and "imported" modules.
+    """Load a saved model without mhla_hf; return its "class", "missing" and "unexpected" weights, and what it "imported".
 
     `kind` is one of `hub.facts.KINDS`. A language model also runs; the report says whether its logits are "finite", and
     equal ("logits_equal") to `logits` in `inputs`, a safetensors file with `ids` [B, T]. Raise ValueError if loading fails.

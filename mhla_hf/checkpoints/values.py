@@ -28,7 +28,7 @@ def number_in(low: float, high: float, expected: str) -> Callable[..., Any]:
     return functools.partial(checked_field, lambda value: low <= value <= high, expected)
 
 
-# No `number_in` from the smallest float above 0, which equals 0 in a process that flushes denormal numbers.
+# Without `number_in`: its `low` would be the smallest float above 0, which is 0 where denormal numbers are flushed.
 positive = functools.partial(checked_field, lambda value: 0 < value < math.inf, "a number above 0")
 not_negative = number_in(0, math.nextafter(math.inf, 0), "a number of at least 0")
 fraction = number_in(0, 1, "a number from 0 to 1")

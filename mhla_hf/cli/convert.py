@@ -79,7 +79,7 @@ def run_convert(
     load_options: dict[str, Any] = {"dtype": dtype, "device": load.choose_device(device), "revision": revision}
     kind = "pipelines" if load.is_pipeline(model, revision) else load.find_model_kind(model, revision)
     if text not in (None, "none") and kind in ("pipelines", "images"):
-        raise ValueError(f"text: got {text!r} with {model!r}, expected a causal language model or an encoder of text.")
+        raise ValueError(f"text: got {text!r} with {model!r}, expected a causal language model or a text encoder.")
     if samples is not None and kind not in ("pipelines", "images"):
         raise ValueError(f"samples: got {samples!r} with {model!r}, expected a pipeline or an image classifier.")
     if kind == "pipelines":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from .. import __version__
+from .compare import COMPARE, compare_options, run_compare
 from .convert import CONVERT, MERGE, convert_options, merge_options, run_convert, run_merge
 from .evaluate import EVALUATE, evaluate_options, run_evaluate
 from .hub import CARD, INFO, PUSH, card_options, info_options, push_options, run_card, run_info, run_push
@@ -34,6 +35,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., None], str, str]] =
     "distill": (run_distill, distill_options, "Train an MHLA model from its softmax original.", DISTILL),
     "info": (run_info, info_options, "Describe an MHLA model, or what a conversion would give.", INFO),
     "evaluate": (run_evaluate, evaluate_options, "Score language, image and video models side by side.", EVALUATE),
+    "compare": (run_compare, compare_options, "Open a page where a model and its conversion answer.", COMPARE),
     "card": (run_card, card_options, "Write a model card from scores, or check one.", CARD),
     "push": (run_push, push_options, "Check a model and upload it to the Hub in one commit.", PUSH),
 }

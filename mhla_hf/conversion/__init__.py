@@ -1,6 +1,6 @@
 """convert(): turns a softmax model into an MHLA model in place, with the base's weights.
 
-Everything is checked before anything is changed. All families of transformers are converted by `transformers_models.py`,
+Arguments are checked before the model is changed. All families of transformers are converted by `transformers_models.py`,
 all of diffusers by `diffusers_models.py`. With text, `language.py` chooses which KV heads of a language model keep softmax,
 and `encoder.py` fits text encoders to their softmax originals; with samples, `calibration.py` fits other models.
 """
@@ -55,20 +55,20 @@ def convert(
         settings: All settings at once. Default: those of the model's family.
         tokenizer: The model's tokenizer. Without it, `text` is token ids, and heads are chosen without asking for facts.
         text: What to choose heads by and to learn from: a text file, a folder of text files, a dataset, a list of texts,
-            int64 token ids [N], or "self": the model samples. About 10,000 tokens are read,
-            100,000 for an encoder. Default: none, since training may follow.
+            int64 token ids [N], or "self" (the model samples it). About 10,000 tokens are read, 100,000 for an encoder.
         samples: What a diffusion or vision model learns from. For a pipeline, a list of prompts or class labels, of which
             eight are run; or a function that runs it once: `lambda generator: pipe("a cat", generator=generator)`.
             For a vision model, unlabeled images [N, C, height, width].
         keep: How much keeps softmax. Language models with `text`: a share of the KV heads, their number, a percentage such
             as "17%", or the size of a sequence's cache at `context` tokens, such as "64MiB". Default: "auto", the smallest
-            cache that keeps enough. With a size or "auto", `salient` is chosen, too, unless it or `settings` is given. With
-            `samples`: how many layers; default: the family's number, none with `settings` or `layers`. Not for encoders.
+            cache within `tolerance` that keeps recall. A size or "auto" chooses `salient`, too, unless it or `settings` is
+            given. With `samples`: how many layers; default: the family's number, 0 with `settings` or `layers`. Not for
+            encoders.
         context: Number of tokens for which the cache sizes of language models are computed. Default: the model's positions.
         tolerance: With keep="auto": the largest accepted KL to the original, in nats per token. Default: 0.02.
-        layers: "all", "2/3" (layers 0, 3, 6, ... keep softmax), or a list of layer indices; overrides `settings.layers`.
-            If neither is given: "all" with `text` or `samples`, else the family's default ("2/3" for language models).
-        effort: Multiplies the number of rows that score a language model's heads, or of steps that fit another model.
+        layers: Which to convert: "all", "2/3" (0, 3, 6... keep softmax), or a list of indices; overrides `settings.layers`.
+            Default, without `settings`: "all" with `text` or `samples`, else the family's ("2/3" for language models).
+        effort: Multiplies the number of rows that score a language model's heads; for other models, the fit's steps.
         seed: Decides which passages of `text` are read, and what the model samples.
         checkpoint: File for the progress of a text encoder's conversion, from which the same call resumes.
         progress: Whether to show progress bars on stderr and, with `text`, to print the scores and sizes of the cache.
@@ -116,12 +116,12 @@ def convert_with_text(model: Any, *arguments: Any, checkpoint: Any, **options: A
         from .encoder import convert_encoder
 
         return convert_encoder(model, family, *arguments, checkpoint=checkpoint, **options)
-    expected = "None, or a causal language model or a text encoder"
+    expected = "None: only causal language models and text encoders learn from text"
     raise ValueError(f"text: got a text for {type(model).__name__}, expected {expected}.")
 
 
 def check_unused(reason: str, **arguments: object) -> None:
-    """Raise ValueError if one of `arguments`, which this kind of conversion does not use, was given."""
+    """Raise ValueError, with `reason`, if one of `arguments`, which this conversion does not use, is not None."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name}: got {value!r:.40} {reason}, expected None.")

@@ -1,7 +1,7 @@
 """convert() with samples: the MHLA layers of a diffusion or vision model learn the outputs of their softmax originals.
 
-No labels are needed: a diffusion model learns from the inputs that its transformer gets while the softmax original samples,
-a vision model from images. The layers whose conversion changes the model's output most can keep softmax.
+No labels are needed: a diffusion model learns from the inputs that its transformer gets in sampling runs of the softmax
+original, a vision model from images. The layers whose conversion changes the model's output most can keep softmax.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ logger = logging.getLogger("mhla_hf")
 RUNS, HELD_OUT_RUNS = 6, 2  # runs of the sampler to learn from, and to measure on
 SAMPLING_STEPS = 20  # per run
 IMAGES_AT_ONCE = 8
-EDITING = ("Edit", "Kontext", "Layered")  # in names of pipelines that edit images, although their image is optional
+EDITING = ("Edit", "Kontext", "Layered")  # in names of pipelines that edit an image, an optional argument
 FIT_STEPS = 100
-MEASURED_CALLS = 8  # at most, evenly spaced among those of the held-out runs
-# Settings that learn best from samples, where they differ from those of the family.
+MEASURED_CALLS = 8  # forward passes to measure errors on, at most; evenly spaced in the held-out runs
+# Defaults with samples, in place of the family's: with these, MHLA learns best.
 LEARNED: dict[str, Any] = {"feature_map": "hedgehog", "normalize": True, "output_norm": False, "per_head": True}
 
 
@@ -72,7 +72,7 @@ def check_samples(model: Any, samples: Any) -> None:
     if kinds == {int}:
         num_classes = model.transformer.config.get("num_embeds_ada_norm") or 0
         if "class_labels" not in parameters or not 0 <= min(samples) <= max(samples) < num_classes:
-            expected = f"labels below {num_classes}" if "class_labels" in parameters else "prompts"
+            expected = f"labels from 0 to {num_classes - 1}" if "class_labels" in parameters else "prompts"
             raise ValueError(f"samples: got {samples!r:.40} with {name}, expected {expected}.")
     elif "prompt" not in parameters or required - {"self", "prompt"} or any(word in name for word in EDITING):
         expected = "class labels" if "class_labels" in required else "a function that samples with a torch.Generator"
@@ -191,11 +191,11 @@ def update_config(model: Any, **values: Any) -> None:
 def learn_from_calls(
     model: Any, runs: Sequence[Sequence[Call]], num_kept: int, effort: float, seed: int, progress: bool
 ) -> dict[str, Any]:
-    """Fit the MHLA layers of a newly converted model in place, and report errors and which layers should keep softmax.
+    """Fit the MHLA layers of a newly converted model in place; return errors, and which layers should keep softmax.
 
-    Errors are squared errors relative to the squared norm, on held-out calls: of the model's output, and of each layer's own
-    output, before and after the fit; and of the model's output if only this layer is converted ("alone"). The `num_kept`
-    layers with the largest "alone" should keep softmax.
+    All are squared errors over squared norms, on held-out calls. "output" has the model's, and "layers" each layer's, before
+    the fit ("converted") and after it ("fitted"). A layer's "alone" is the model's error if only this layer is MHLA: the
+    `num_kept` layers with the largest "alone" should keep softmax.
     """
     num_held_out = max(1, len(runs) * HELD_OUT_RUNS // (RUNS + HELD_OUT_RUNS))
     fit_calls, held_out = (

@@ -84,7 +84,7 @@ def check_conversion(model: Any, requested: Requested) -> list[tuple[Any, Family
 
 
 def check_state(transformer: Any) -> None:
-    """Raise ValueError if a transformer has hooks or offloaded weights, which would miss the new modules, or a KV cache."""
+    """Raise ValueError if a transformer has hooks (new modules would lack them), offloaded weights, or a KV cache."""
     registries = [module._diffusers_hook for module in transformer.modules() if hasattr(module, "_diffusers_hook")]
     if any(registry.hooks for registry in registries):  # a hook that was removed leaves its registry behind
         expected = "none; convert before adding them"
@@ -95,7 +95,7 @@ def check_state(transformer: Any) -> None:
         raise ValueError(f"model: got the offloaded weight {offloaded}, expected {expected}.")
     for index, attn in enumerate(find_self_attentions(transformer)):
         if "kv_cache" in inspect.signature(type(attn.processor).__call__).parameters:  # as in Flux 2 Klein KV
-            expected = "one without a cache of reference images, as in Flux2KleinPipeline"
+            expected = "a processor without a cache of reference images, as in Flux2KleinPipeline"
             raise ValueError(f"model: got {type(attn.processor).__name__} in layer {index}, expected {expected}.")
 
 

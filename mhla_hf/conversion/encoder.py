@@ -26,7 +26,10 @@ from .transformers_models import convert_in_place, settings_with_text
 logger = logging.getLogger("mhla_hf")
 ROW_TOKENS, ROWS_AT_ONCE, HELD_OUT_ROWS = 512, 3, 8
 FIT_STEPS = 60
-FIT_PARTS, HELD_OUT_PARTS = (1, 2, 4), (4, 1)  # inputs into which a row is cut: encoders read short texts, too
+FIT_PARTS, HELD_OUT_PARTS = (
+    (1, 2, 4),
+    (4, 1),
+)  # inputs per row, in turn: encoders read short texts, too
 SAVE_EVERY = 30.0  # seconds
 
 
@@ -46,7 +49,7 @@ def convert_encoder(
 
     The model must be in eval mode. The scores go to `model.config.mhla_measured`.
     """
-    if requested.settings is None:  # `center_maps` starts the unbounded features of `exp` from the text
+    if requested.settings is None:  # `exp` is unbounded, but `center_maps` sets its bias by the text
         requested = requested._replace(overrides={"feature_map": "exp", **requested.overrides})
     mhla_settings = settings_with_text(model, family, requested)
     check_learning(model, effort, seed)
@@ -118,7 +121,7 @@ def cut_rows(rows: torch.Tensor, parts: int, around: tuple[torch.Tensor, torch.T
 
 
 class Checkpoint:
-    """Saves the progress of a conversion to a file, unless it is None, and resumes from that file if it exists."""
+    """Saves a conversion's progress to `file`, and resumes from it if it exists; with None, it does neither."""
 
     def __init__(self, file: str | Path | None) -> None:
         self.file = None if file is None else Path(file)
@@ -134,10 +137,10 @@ class Checkpoint:
                 raise ValueError(f"{got}, expected a new file.")
 
     def identify(self, *parts: Any) -> None:
-        """Record `parts`, all that the results depend on. Raise ValueError if the file is of a run with other parts."""
+        """Record a hash of `parts`, all that the results depend on. Raise ValueError if the file has another hash."""
         identity = hash_json(parts)
         if self.content.setdefault("identity", identity) != identity:
-            expected = "a new file; delete it to start anew"
+            expected = "a new file, or delete this one to start anew"
             raise ValueError(f"checkpoint: got {str(self.file)!r} of another conversion, expected {expected}.")
 
     def run(self, fit: OutputFit, inputs: Sequence[torch.Tensor], bar: tqdm) -> None:

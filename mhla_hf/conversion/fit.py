@@ -13,7 +13,7 @@ from ..ops.windowed.two_way import distance_mixing
 from .teacher import mhla_layers, run_body, softmax_instead
 
 FIT_LR, UPDATES = 3e-2, 2  # learning rate of the first step, and updates by Adam per step
-START_TOKENS = 1024  # first tokens of a row, at most, from which a core is initialized
+START_TOKENS = 1024  # a core is initialized from the first tokens of each row, at most this many
 NEGLIGIBLE = 1e-3  # a head's balance stays as it is if its far weights, in softmax or MHLA, sum to at most this
 
 
@@ -124,7 +124,7 @@ class OutputFit:
 
 
 def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Set the bias of each feature map to cancel its mean input, which dominates q and k in trained models."""
+    """Set each feature map's bias, if any, to cancel its mean input, which dominates q and k in trained models; in place."""
     for feature_map, x in ((core.q_map, q), (core.k_map, k)):
         if hasattr(feature_map, "bias"):
             mean = x.float().mean((0, 1))  # [H or G, K]
@@ -134,7 +134,7 @@ def center_maps(core: Any, q: torch.Tensor, k: torch.Tensor) -> None:
 def set_balance(
     core: Any, weights: Callable[[int, int], Sequence[torch.Tensor]], num_rows: int, is_far: torch.Tensor
 ) -> None:
-    """Set, in place, each head's balance, the log of a factor on MHLA's weights, so that far keys sum up as in softmax.
+    """Set in place each head's balance, the log of a factor on MHLA's weights, to give far keys the total weight of softmax.
 
     For a head and a row of a batch, `weights` returns the scores [Q, S] of Q queries and S keys, the log of the sum of
     e^score over all keys [Q, 1], and MHLA's weights on the scale of e^score [Q, S]. `is_far` [Q, S]: outside the window.

@@ -30,9 +30,9 @@ class Call(NamedTuple):
 
 
 class GridSoftmaxCore(SoftmaxCore):
-    """Computes softmax attention in place of the MHLA core of a grid, with or without a text; see `SoftmaxCore`.
+    """Computes softmax attention in place of a `GridMHLA` or, with text tokens, of a `JointMHLA`; see `SoftmaxCore`.
 
-    With a text, the observed o is for the grid's tokens only: the MHLA core, too, computes the text's output by softmax.
+    `observe` gets the output o of the grid's tokens only: that of text tokens is softmax in the MHLA core, too.
     """
 
     def forward(
@@ -139,7 +139,7 @@ def run_call(model: Any, call: Call) -> torch.Tensor:
 def softmax_layers(
     layers: dict[int, Any], observe: Callable[..., None] | None = None
 ) -> AbstractContextManager[dict[int, Any]]:
-    """Return a context manager in which `layers`, of `grid_layers`, compute softmax, in place; see `GridSoftmaxCore`."""
+    """Return a context manager in which `layers`, returned by `grid_layers`, compute softmax; see `GridSoftmaxCore`."""
     return replaced_cores(layers, lambda core: GridSoftmaxCore(core, observe))
 
 
@@ -152,7 +152,7 @@ def output_error(model: Any, calls: Sequence[Call], expected: Sequence[torch.Ten
 
 
 def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
-    """Compute `output_error` of each MHLA layer, given the inputs that it gets in the softmax original, by layer index."""
+    """Compute each MHLA layer's error, as `output_error` does, on its inputs in the softmax original: {layer: error}."""
     layers = grid_layers(model)
     sums = {holder.mhla: torch.zeros(2, device=model.device) for holder in layers.values()}
 

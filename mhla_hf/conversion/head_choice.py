@@ -36,11 +36,11 @@ SLOTS = (128, 512)  # numbers of salient tokens that a search compares
 PARTS = (15, 10, 6, 4)  # with keep="auto", candidates keep softmax in 1/15, 1/10, 1/6, or 1/4 of the KV heads
 TOLERANCE = 0.02  # nats per token of KL, with keep="auto"
 MAX_LOSS = 0.05  # largest drop of the probability of a copied token, and of an answer, with keep="auto"
-# Numbers of positions per row: of a copy, to measure recall; whose loss scores heads; at which candidates are compared to
-# the original. These are not all, because logits of a large vocabulary cost more than the layers.
-KL_POSITIONS, SCORED_POSITIONS, CURVE_POSITIONS = 128, 1024, 256
-QUESTION_TOKENS = 8  # at most, before an answer
-REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the size of the cache; at most the model's positions
+# Positions per row, at most, since logits of a large vocabulary cost more than the layers: of recall, of the loss that
+# scores heads, and of the comparison of a candidate with the original.
+RECALL_POSITIONS, SCORED_POSITIONS, CURVE_POSITIONS = 128, 1024, 256
+QUESTION_TOKENS = 8  # from the start of a question to its answer, at most
+REPORT_LENGTHS = (4096, 32768)  # tokens for which the report gives the cache's size, cut to the model's positions
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 Point = dict[str, Any]  # a candidate: numbers of "salient" tokens and softmax "heads", "kept_heads", scores
 
@@ -64,7 +64,7 @@ class LanguageRows(NamedTuple):
 class HeadChoice:
     """Lists the candidates that `keep` allows, and finds the best of them for a converted model; see `convert`.
 
-    With `compares_slots`, and `keep` "auto" or a size, candidates also differ in their number of salient tokens.
+    Candidates differ in softmax heads and, with `compares_slots` and `keep` "auto" or a size, in numbers of salient tokens.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class HeadChoice:
     def find(self, model: Any, rows: LanguageRows, progress: bool) -> tuple[int, dict[int, list[int]], dict[str, Any]]:
         """Score the heads, measure the candidates, and choose one.
 
-        Returns its number of salient tokens, its softmax heads, and what the report says: "context", "softmax_heads",
+        Returns the chosen number of salient tokens, the softmax heads, and what the report says: "context", "softmax_heads",
         "cache_bytes", and, if heads were scored, "head_scores" and "curve".
         """
         report: dict[str, Any] = {"context": self.context}
@@ -123,7 +123,7 @@ class HeadChoice:
         return chosen["salient"], chosen["kept_heads"], report
 
     def describe(self, point: Point) -> Point:
-        """Return what the report says of a point, with the settings by which `convert` makes it from the original."""
+        """Return a candidate's entry in the report: its scores, and the settings with which `convert` makes it."""
         described = {name: value for name, value in point.items() if name != "kept_heads"}
         kept = {name: getattr(self.settings, name) for name in ("block_size", "window", "sinks")}
         layers = list(self.sizes[point["salient"]])
@@ -144,7 +144,7 @@ class HeadChoice:
         }
 
     def choose(self, original: Point, points: Sequence[Point]) -> Point:
-        """Return the point of least KL or, for "auto", the smallest cache within `tolerance` and `MAX_LOSS`, if any."""
+        """Return the point of least KL; for "auto", that of the smallest cache within `tolerance` and `MAX_LOSS`, if any."""
         closest = min(points, key=lambda point: point["kl"])
         if not self.is_auto:
             return closest
@@ -160,7 +160,7 @@ class HeadChoice:
         return min(enough, key=lambda point: point["bytes"][str(self.context)]) if enough else closest
 
 
-def compared_positions(length: int, count: int = KL_POSITIONS, first: int = 0) -> torch.Tensor:
+def compared_positions(length: int, count: int = RECALL_POSITIONS, first: int = 0) -> torch.Tensor:
     """Return up to `count` evenly spaced positions, int64 [N], from `first` to `length - 1`."""
     count = min(count, length - first)
     return first + torch.arange(count) * (length - first) // count
@@ -169,9 +169,9 @@ def compared_positions(length: int, count: int = KL_POSITIONS, first: int = 0) -
 def score_heads(model: Any, rows: Sequence[torch.Tensor], bar: tqdm) -> dict[int, list[float]]:
     """Estimate the KL to the original, in nats per token, if one KV head alone is MHLA: {layer: [score of each KV head]}.
 
-    To second order, KL is half the square of the change, weighted by the Fisher information. A score keeps the terms of
-    single tokens, <g, d>^2 / 2, where g is the gradient of the loss by the head's output, and d is MHLA's output minus
-    softmax's. The row's own tokens stand for tokens that the original draws.
+    To second order, KL is half the square of the change, weighted by the Fisher information. A score drops the terms
+    between tokens and keeps those of each token, <g, d>^2 / 2, where g is the gradient of the loss by the head's output,
+    and d is MHLA's output minus softmax's. The row's own next tokens give the loss, not tokens that the original samples.
 
     Args:
         model: A converted language model in eval mode.
@@ -252,7 +252,7 @@ def measure_candidates(model: Any, row: AskingRow, points: Sequence[Point], bar:
 
 
 def name_layers(kept_heads: dict[int, list[int]]) -> dict[str, list[int]]:
-    """Return the same heads with layer indices as strings, as JSON needs them."""
+    """Return `kept_heads` with layer indices as strings, which JSON needs as keys."""
     return {str(layer): heads for layer, heads in kept_heads.items()}
 
 
@@ -272,7 +272,7 @@ def parse_size(keep: float | int | str) -> int | None:
 
 
 def heads_within(max_bytes: int, sizes: dict[int, LayerSizes], context: int) -> list[int]:
-    """Return [n] for the most KV heads, but not all, that can keep softmax within `max_bytes` at `context` tokens.
+    """Return [n], the largest number of KV heads (never all) that can keep softmax within `max_bytes` at `context` tokens.
 
     The list is empty if MHLA in all heads takes more than `max_bytes`, or is not smaller than softmax.
     """
@@ -284,9 +284,9 @@ def heads_within(max_bytes: int, sizes: dict[int, LayerSizes], context: int) -> 
 
 
 def give_softmax_back(model: Any, kept_heads: dict[int, list[int]]) -> None:
-    """Let KV heads of MHLA layers keep softmax, {layer: [KV head, ...]}, and record them in `model.config.mhla`, in place.
+    """Give `kept_heads`, {MHLA layer: [KV head, ...]}, softmax again, and record them in `model.config.mhla`, in place.
 
-    A layer all of whose KV heads are chosen becomes a softmax layer of the base. Raise ValueError if all do.
+    A layer all of whose KV heads are kept becomes a softmax layer of the base. Raise ValueError if no MHLA would be left.
     """
     layers, config = mhla_layers(model), model.config
     partly = {index: heads for index, heads in kept_heads.items() if len(heads) < layers[index].mhla.num_kv_heads}

@@ -65,7 +65,7 @@ def convert_language_model(
     leave_inference_mode(model)
     attention_function = model.config._attn_implementation
     convert_in_place(model, family, mhla_settings)
-    if choice.compares:  # softmax heads compute as the model did
+    if choice.compares:  # heads that keep softmax use the model's own attention function
         mhla_function = model.config._attn_implementation
         set_attention_function(model.config, attention_function)
     teacher = TeacherScores(model, rows.held_out)
@@ -165,13 +165,13 @@ def sample_rows(model: Any, tokenizer: Any, count: int, length: int, seed: int, 
 
 
 def read_twice(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the start of each row twice, cut to fit the model's positions; recall is measured on the second copy."""
+    """Return each row followed by its copy, both cut to fit the model's positions; recall is measured on the copy."""
     max_tokens = getattr(model.config, "max_position_embeddings", 2 * ids.shape[1]) // 2
     return torch.cat(2 * [ids[:, :max_tokens]], 1)
 
 
 def once_and_twice(model: Any, ids: torch.Tensor, once: torch.Tensor, twice: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Compute log-probabilities at positions `once` of a row, and at positions `twice` of the row read twice."""
+    """Compute log-probabilities at positions `once` of a row, and `twice` of the result of `read_twice`."""
     row = read_twice(model, ids)
     if row.shape[1] < 2 * ids.shape[1]:  # else one pass is enough: the first copy is the row
         return log_probabilities(model, ids, once), log_probabilities(model, row, twice)
@@ -181,7 +181,7 @@ def once_and_twice(model: Any, ids: torch.Tensor, once: torch.Tensor, twice: tor
 class TeacherScores:
     """Measures a converted language model and its softmax original on held-out rows. The constructor runs the original.
 
-    Scores are "perplexity", and "recall", the mean log-probability of the tokens of a row that is read a second time.
+    Scores are "perplexity", and "recall", the mean log-probability of tokens in the second copy of a row.
     """
 
     def __init__(self, model: Any, rows: list[torch.Tensor]) -> None:

@@ -25,11 +25,11 @@ def transformers_of(pipeline: Any) -> list[Any]:
 
 
 def note_classes(model: Any) -> None:
-    """Record the classes that a pipeline's transformers have now in its config, which becomes model_index.json."""
+    """Record the current classes of a pipeline's transformers in its config, from which model_index.json is written."""
     if hasattr(model, "components"):
         for name in TRANSFORMERS:
             if getattr(model, name, None) is not None:
-                setattr(model, name, getattr(model, name))  # a pipeline records the class of what is set
+                setattr(model, name, getattr(model, name))  # setting a component makes the pipeline record its class
 
 
 def is_of_diffusers(model: Any) -> bool:
@@ -39,7 +39,7 @@ def is_of_diffusers(model: Any) -> bool:
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of a softmax or MHLA model, even if its class is from a checkpoint's source; else None."""
+    """Return the family of a softmax or MHLA model, also if a checkpoint's source defines its class; None without one."""
     if is_of_diffusers(model):
         return next((family for cls in type(model).__mro__ if (family := transformer_family(cls)) is not None), None)
     config = getattr(model, "config", None)
@@ -47,7 +47,7 @@ def family_of(model: Any) -> Family | None:
 
 
 def transformer_family(cls: type) -> DiffusionFamily | None:
-    """Return the family of a class that diffusers itself defines; None for any other class."""
+    """Return the family of a class of diffusers; None if it has none, or if the class only shares the name of one."""
     family = next((family for family in DIFFUSION if cls.__name__ in family.classes), None)
     return family if family is not None and getattr(sys.modules["diffusers"], cls.__name__) is cls else None
 
@@ -75,7 +75,7 @@ def mhla_class(family: Family, base: type) -> Any:
 
 
 def softmax_config(config: Any) -> Any:
-    """Create the configuration of the softmax model of transformers from which a model was converted."""
+    """Create the base's configuration from `config`, that of a model converted from a softmax model of transformers."""
     values = {name: value for name, value in config.to_dict().items() if name not in MHLA_FIELDS}
     config_class: Any = config_class_of(config.base_model_type)
     return config_class(**values)

@@ -44,7 +44,7 @@ class CountingCore(nn.Module):
 
 
 def run_one_token(model: Any, **arguments: Any) -> Any:
-    """Run the body of a model on the meta device over one token, and return its cache."""
+    """Run the body of a model on the meta device over one token, and return its cache. Changes how it runs experts."""
     model.set_experts_implementation("batched_mm")  # other implementations read values, which are missing here
     ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")  # with 4 axes, it is not searched for padding
@@ -53,7 +53,7 @@ def run_one_token(model: Any, **arguments: Any) -> Any:
 
 
 def sizes_of_layers(model: Any) -> dict[int, LayerSizes]:
-    """Compute the sizes of each MHLA layer of a converted language model on the meta device, by layer index."""
+    """Compute {layer index: `LayerSizes`} of the MHLA layers of a converted language model, which is on the meta device."""
     sizes: dict[int, LayerSizes] = {}
     with replaced_cores(mhla_layers(model), CountingCore) as cores:
         run_one_token(model, mhla_padding=(None, None))

@@ -59,7 +59,8 @@ class Requested(NamedTuple):
     def resolve(self, defaults: MHLASettings) -> MHLASettings:
         """Return `settings` or else `defaults`, with `overrides` and `layers` applied. Raise TypeError for unknown fields.
 
-        Windowed attention has no mixing matrix: for sequences, `mixing_form` turns `windowed` off unless both are given.
+        For sequences, `mixing_form` sets windowed=False unless that is given: windowed attention has no mixing matrix.
+        Without windows, rope="near" becomes "before" unless that is given, too.
         """
         settings = defaults if self.settings is None else self.settings
         if not isinstance(settings, MHLASettings):
@@ -91,9 +92,9 @@ def is_number(text: str) -> bool:
 
 
 def parse_share(keep: float | int | str, total: int) -> int | None:
-    """Convert a share (0.0 to 1.0), percentage, or number to a number out of `total`; the last two can exceed it.
+    """Convert a share (0.0 to 1.0), a percentage, or a number to a number out of `total`; None if `keep` is none of these.
 
-    Return None if `keep` is none of these.
+    For a percentage or a number, the result can exceed `total`.
     """
     if isinstance(keep, str) and keep.endswith("%") and is_number(keep[:-1]):
         return round(float(keep[:-1]) / 100 * total)
@@ -105,7 +106,7 @@ def parse_share(keep: float | int | str, total: int) -> int | None:
 def row_length(source: Any, longest: int, settings: MHLASettings | None) -> int:
     """Return the tokens per row: `longest`, or a sixth of a text in memory if that is less.
 
-    Raise ValueError if a row has no more than the window and one block of `settings`: nothing would be beyond the window.
+    Raise ValueError if rows are not longer than the window of `settings` and a block: too few tokens are beyond the window.
     """
     shortest = 1
     if settings is not None:
@@ -117,7 +118,8 @@ def row_length(source: Any, longest: int, settings: MHLASettings | None) -> int:
     if not isinstance(source, TokenRing):
         return longest
     if (num_tokens := len(source.tokens)) < 6 * shortest:
-        expected = f"at least {6 * shortest}: 6 rows of more tokens than the {shortest - 1} of a window and a block"
+        reason = f" longer than a window and a block ({shortest - 1} tokens)" if shortest > 1 else ""
+        expected = f"at least {6 * shortest}: 6 rows{reason}"
         raise ValueError(f"text: got {num_tokens} tokens, expected {expected}.")
     return min(longest, num_tokens // 6)
 
@@ -133,7 +135,7 @@ def check_report(report: dict[str, Any]) -> None:
 
 
 def leave_inference_mode(model: torch.nn.Module) -> None:
-    """Copy tensors that were made under torch.inference_mode, in place: gradients do not pass through them."""
+    """Replace tensors made under torch.inference_mode by copies, in place: no gradients pass through inference tensors."""
     for x in (*model.parameters(), *model.buffers()):
         if x.is_inference():
             torch.utils.swap_tensors(x, copy.deepcopy(x))
@@ -146,4 +148,4 @@ def check_learning(model: Any, effort: Any, seed: Any) -> None:
     if not is_whole(seed, 0, MAX_SEED):
         raise ValueError(f"seed: got {seed!r}, expected a whole number from 0 to {MAX_SEED}.")
     if not isinstance(effort, int | float) or not 0 < effort < float("inf"):
-        raise ValueError(f"effort: got {effort!r}, expected a number above 0.")
+        raise ValueError(f"effort: got {effort!r}, expected a finite number above 0.")

@@ -85,7 +85,7 @@ def checked_settings(model: Any, family: Family, requested: Requested) -> MHLASe
             remaining_layers.remove(int(layer))
             del remaining_heads[layer]
     if not remaining_layers:
-        raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected one left for MHLA.")
+        raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected at least one left for MHLA.")
     num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
     return replace(settings, layers=remaining_layers, softmax_heads=remaining_heads, num_blocks=num_blocks)
 
@@ -175,7 +175,7 @@ def family_to_convert(model_type: str) -> Family:
 def choose_convertible(
     settings: MHLASettings, config: Any, attentions: dict[int, Any], both_ways: bool
 ) -> list[int] | tuple[int, ...]:
-    """Choose layers to convert, of those that MHLA can replace ("2/3" skips every third). Raise ValueError if none can."""
+    """Choose layers to convert ("2/3" skips every third that can be). Raise ValueError if all, or one requested, cannot."""
     checked = {index: reason_to_keep_softmax(attention, config, both_ways) for index, attention in attentions.items()}
     reasons = {index: reason for index, reason in checked.items() if reason}
     convertible = [index for index in sorted(attentions) if index not in reasons]

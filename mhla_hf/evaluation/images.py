@@ -1,6 +1,6 @@
 """Score image pipelines (FID, sFID, IS, precision, recall, CLIP score) and image classifiers (top-1 accuracy).
 
-Folders of classes are matched to a classifier's labels by name, or by their order, as in ImageNet, if no name matches.
+Class folders are matched to a classifier's labels by name or, if no name matches, by their sorted order, as in ImageNet.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class ImageProtocol:
 
     def validate_conditions(self) -> None:
         if self.classes is not None and self.prompts is not None:
-            raise ValueError(f"prompts: got {self.prompts!r} with classes={self.classes}, expected prompts or classes.")
+            raise ValueError(f"prompts: got {self.prompts!r} with classes={self.classes}, expected one, not both.")
 
 
 def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
@@ -65,7 +65,9 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
     if unknown := sorted(metrics - set(METRICS)):
         raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
     if metrics & REFERENCE_METRICS and not (protocol.reference and Path(protocol.reference).exists()):
-        raise ValueError(f"settings: reference: got {protocol.reference!r}, expected ADM's .npz or a folder of images.")
+        got = "no such file" if protocol.reference else "needed by " + ", ".join(sorted(metrics & REFERENCE_METRICS))
+        expected = f"an .npz of ADM or a folder of images ({got})"
+        raise ValueError(f"settings: reference: got {protocol.reference!r}, expected {expected}.")
     if "CLIP score" in metrics and protocol.prompts is None:
         raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
     subjects = find_subjects(models, args, pipeline=True)
@@ -122,7 +124,7 @@ class _Judge(PipelineJudge):
         features = {name: torch.cat([part[name] for part in stored]) for name in stored[0]}
         for metric, name in FEATURES.items():
             if metric in self.args.recipe.tasks and name not in features:
-                expected = f"one with {name} features for {metric}"
+                expected = f"one that returns {name!r} for {metric}"
                 raise ValueError(f"extractor: got {self.extractor.name!r}, expected {expected}.")
         return features
 

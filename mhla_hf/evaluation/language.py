@@ -84,7 +84,7 @@ def judge_language_models(models: object, args: Any) -> dict[str, Results]:
         raise ValueError(f"tokenizer: got None, expected the tokenizer of the loaded model {loaded[0]!r}.")
     with quiet_harness(args.progress):
         requested = _load_requested_tasks(protocol, subjects[0], args)
-    seed = ",".join(map(str, HARNESS_SEEDS)) if args.seed is None else args.seed  # as it is recorded
+    seed = ",".join(map(str, HARNESS_SEEDS)) if args.seed is None else args.seed  # as stored with scores
     with joined_processes() as state:
         for subject in subjects:
             broadcast_scores(subject)
@@ -171,7 +171,7 @@ def read_from_files(index: dict[str, Any], folder: str | Path) -> set[str]:
 
 
 def _load_task(manager: TaskManager, name: str, num_fewshot: int | None, filed: set[str] | None) -> Requested:
-    """Load the tasks of one name. Unless `filed` (tasks that read local files) is None, all must be in it."""
+    """Load the tasks of one name. Raise ValueError if `filed`, the tasks that read local files, is given and lacks one."""
     random.seed(HARNESS_SEEDS[0])  # RULER generates its questions while it loads, from the global generators
     numpy.random.seed(HARNESS_SEEDS[1])
     scored: dict[str, tuple[str, int]] = {}

@@ -111,7 +111,7 @@ def make_text(
         filler.append(line)
     while True:
         if len(filler) < len(facts) - 1:
-            raise ValueError(f"lengths: got {length}, expected more tokens for {len(facts)} facts.")
+            raise ValueError(f"lengths: got {length}, expected more tokens for {len(facts)} facts, or fewer depths.")
         pieces = list(filler)
         for index, (_, depth) in enumerate(facts):
             # The first tokens are sinks, to which every token attends: no fact is the first line.

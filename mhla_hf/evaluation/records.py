@@ -88,7 +88,7 @@ class Results(list[Result]):
         return self
 
     def where(self, **fields: Any) -> "Results":
-        """Return the records with these values of fields."""
+        """Return the records whose fields have these values."""
         return Results(record for record in self if fields.items() <= vars(record).items())
 
     def find(self, task: str, metric: str, limit: float | None = None) -> Result | None:

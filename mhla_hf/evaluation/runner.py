@@ -27,7 +27,7 @@ JUDGES = {
     "speed": (".speed", "judge_speed"),
 }
 LANGUAGE_ONLY = ("tokenizer", "include_path", "data_files", "num_fewshot", "max_length")
-UNUSED = {"language": (), "speed": (*LANGUAGE_ONLY, "limit")}  # refused arguments; `LANGUAGE_ONLY` for all other kinds
+UNUSED = {"language": (), "speed": (*LANGUAGE_ONLY, "limit")}  # refused; other kinds refuse `LANGUAGE_ONLY`
 
 
 @checked
@@ -35,7 +35,7 @@ class ScoreRecipe:
     """A recipe of an evaluation: what to measure, and how.
 
     `tasks` maps lm-eval's tasks to the number of examples in the prompt, where None is the task's own number; for kinds
-    other than "language", it maps metrics (for "speed", only that name) to None.
+    other than "language", it maps metrics (for "speed", the name "speed") to None.
     """
 
     kind: Literal["language", "classification", "image", "video", "speed"]
@@ -137,7 +137,7 @@ def evaluate(
         output: Where to store the scores: a .json file (for one model) or a folder (one file per model). Default:
             results.json in the folder of a local model; nothing is written for Hub ids and loaded models.
         include_path: Folder, or list of folders, with further lm-eval tasks.
-        data_files: Folder from which lm-eval's tasks read their documents instead of the Hub: NAME.jsonl or NAME.jsonl.gz
+        data_files: Folder from which lm-eval's tasks read documents instead of from the Hub: NAME.jsonl or NAME.jsonl.gz
             for each task, with the columns of its dataset; examples in the prompt come from NAME.train.jsonl if it exists.
         num_fewshot: Number of examples in the prompt; None means the recipe's or the task's own. Tasks that demand 0 always
             get 0.

@@ -32,7 +32,7 @@ class SpeedProtocol:
 
 
 def judge_speed(models: object, args: Any) -> dict[str, Results]:
-    """Time language models, unless results of timing exactly these models together are known."""
+    """Time language models in turns, or reuse stored times if exactly these models were timed together."""
     protocol: Any = read_settings(SpeedProtocol, args.recipe.settings)
     subjects = find_subjects(models, args)
     args.command = args.command or format_command(subjects)

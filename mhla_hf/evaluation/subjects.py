@@ -127,7 +127,7 @@ def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subjec
         last = [part[-1] for part in parts]
         names = ["/".join(part[-2:]) if last.count(part[-1]) > 1 else part[-1] for part in parts]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"models: got {duplicates[0]!r} twice, expected each once, or a dict of names and models.")
+            raise ValueError(f"models: got {duplicates[0]!r} twice, expected each once, or a dict {{name: model}}.")
         models = dict(zip(names, model_list, strict=True))
     if not models:
         raise ValueError("models: got none, expected at least one folder, Hub id or model.")
@@ -137,7 +137,7 @@ def find_subjects(models: Any, args: Any, pipeline: bool = False) -> list[Subjec
 
 
 def _make_subject(name: str, model: Any, args: Any, pipeline: bool) -> Subject:
-    """Check a model and its results file. Without `output`, folders store their own results, other models none."""
+    """Check a model and its results file, and return a `Subject`. Without `output`, only models in folders store results."""
     dtype, target = args.dtype, Path(args.output) if args.output else None
     if target and target.suffix != ".json":
         target /= f"{name.replace('/', '--')}.json"

@@ -127,7 +127,7 @@ class _Judge(PipelineJudge):
         self.bench = bench
 
     def entries(self, dimension: str) -> list[dict[str, Any]]:
-        """Return VBench's prompts for a dimension, at most as many as the limit."""
+        """Return VBench's prompts for a dimension, only the first `limit` if the evaluation has a limit."""
         return [entry for entry in self.bench.prompts if dimension in entry["dimension"]][: self.args.limit]
 
     def measure(self, metrics: Sequence[str]) -> None:
@@ -183,7 +183,7 @@ class _Judge(PipelineJudge):
         self.subject.store_scores(self.task, scores, self.hash, time.perf_counter(), self.device)
 
     def save(self, output: Any, path: Path) -> None:
-        """Save frames ([frames, height, width, 3] from 0 to 1, or PIL images) as MP4 (H.264), with any suffix of `path`."""
+        """Save frames ([frames, height, width, 3] from 0 to 1, or PIL images) as MP4 (H.264), whatever `path` ends in."""
         with require_extra("a video", "diffusers, imageio or imageio-ffmpeg", "videos"):
             import imageio  # noqa: F401, without it diffusers takes OpenCV
             import imageio_ffmpeg  # noqa: F401

@@ -43,7 +43,7 @@ def write_card(
         base_model: Hub id of the softmax original.
         compared: Label -> folder of another model with a results.json, in the order of the columns. The label "teacher"
             is the softmax original. Times are included if it and this model were timed together (`--recipe speed`).
-        license: License of the weights, required if the base model's card states none, as are `license_name` and
+        license: License of the weights. If no card of the base model states one, it is required, with `license_name` and
             `license_link` where they apply.
         **person_fields: The other fields of `facts.Person`.
 
@@ -97,11 +97,11 @@ def check_card(folder: PathLike) -> None:
 
 def compare_card(path: Path, text: str) -> None:
     if not path.is_file() or path.read_bytes() != text.encode():
-        raise ValueError(f"{path}: got other text than its files render to, expected the same; write the card again.")
+        raise ValueError(f"{path}: got text other than what its files render to, expected the same; write it again.")
 
 
 def render_shelf(root: PathLike, check: bool = False) -> list[Path]:
-    """Render all cards of a folder anew and return their paths; with `check`, only raise ValueError if one would change."""
+    """Write all cards of a folder anew and return their paths. With `check`, write none; ValueError if one would change."""
     names = {path.stem for pattern in ("*.yaml", "*.md", f"{RESULTS}/*.json") for path in Path(root).glob(pattern)}
     paths = [Path(root, f"{name}.md") for name in sorted(names)]
     for path in paths:

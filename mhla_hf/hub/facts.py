@@ -112,7 +112,7 @@ class Facts:
 
 
 def read_model(folder: PathLike) -> tuple[str, str, dict[str, Any]]:
-    """Return kind, class name, and configuration (MHLA layers as indices) of a saved model or pipeline; see `Facts`."""
+    """Return kind, class name, and configuration (layers as indices) of a saved MHLA model or pipeline; else ValueError."""
     index = read_json(Path(folder, PIPELINE_INDEX))
     files = [Path(folder, "config.json")] if index is None else sorted(Path(folder).glob("*/config.json"))
     configs = (read_json(file) or {} for file in files)
@@ -195,7 +195,7 @@ def collect_speed(columns: Mapping[str, Iterable[Result]]) -> dict[str, Any] | N
 
 
 def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]:
-    """Return the score records in a model's folder. Raise ValueError without any or, with `weights`, for other weights."""
+    """Return the score records in a folder; ValueError if it has none or, with `weights`, one measured on other weights."""
     records = Results.read(folder)
     if not records:
         expected = "one; evaluate the model, for example with the recipe 'recall'"
@@ -203,8 +203,8 @@ def read_records(folder: PathLike, weights: bool = True) -> list[dict[str, Any]]
     of_files = [record for record in records if weights and record.fingerprint.startswith("files:")]
     fingerprint = fingerprint_folder(folder) if of_files else None
     if outdated := [record.task for record in of_files if record.fingerprint != fingerprint]:
-        got = f"a score on {outdated[0]} of other weights"
-        raise ValueError(f"{folder}: got {got}, expected scores of these; evaluate again.")
+        got = f"a score of other weights on {outdated[0]}"
+        raise ValueError(f"{folder}: got {got}, expected scores of the weights in the folder; evaluate again.")
     return [dataclasses.asdict(record) for record in records]
 
 

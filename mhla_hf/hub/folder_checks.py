@@ -53,7 +53,7 @@ def stage_folder(
         if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"{file}: got a folder or a link to elsewhere, expected a file in the model's folder.")
     if not any(file.suffix == ".safetensors" for file in files):
-        raise ValueError(f"{folder}: got no .safetensors file without a variant in its name, expected at least one.")
+        raise ValueError(f"{folder}: got no weights file (.safetensors, without a variant in its name), expected one.")
     check_writable(staging, "folder", sum(file.stat().st_size for file in files if file.suffix != ".safetensors"))
     shared = {*files, *(parent for file in files for parent in file.parents)}
     entries = {entry for parent in {file.parent for file in files} for entry in parent.iterdir()}
@@ -91,7 +91,9 @@ def _check_staged(folder: Path, person: Person | None, repo_id: str | None, draf
     for path, content in save.read_sentence_files(folder).items():
         for key in read_json(folder / path) or {} if isinstance(content, dict) else ():
             if key not in content:
-                raise ValueError(f"{folder / path}: got the key {key!r}, expected only keys that name no code.")
+                raise ValueError(
+                    f"{folder / path}: got the key {key!r}, expected only {', '.join(content)}; remove it."
+                )
     dtype = check_weights(folder)
     readme = folder / save.CARD_FILE
     if person is not None and not readme.exists():
@@ -148,7 +150,7 @@ def _check_code_names(file: Path) -> None:
     for key in CODE_KEYS:
         if content.get(key) and content[key] is not auto_map:
             raise ValueError(
-                f"{file}: got {key} {content[key]!r:.80}, which names code, expected none but in config.json's auto_map."
+                f"{file}: got {key} {content[key]!r:.80}, which names code, expected it only in config.json's auto_map."
             )
 
 

@@ -64,8 +64,8 @@ def push(
         delete_stale: Whether to delete, in the same commit, the files of an older model that the new one lacks: those in
             its folders with the name of a weights, configuration, tokenizer, record or source file. Without it, a repository
             with such files is refused. Other files always stay.
-        dry_run: Whether to check everything, and list the files to send and to delete, without doing so. Of the Hub it
-            reads only which files the repository holds, so a model without a card needs `license`, even if the card of
+        dry_run: Whether to check everything, and only list the files to send and to delete. A dry run asks the Hub for
+            nothing but the names of the repository's files, so a model without a card needs `license`, even if the card of
             `base_model` states one.
         progress: Whether to show progress bars.
 
@@ -184,7 +184,7 @@ def _describe_author(folder: Path, repo_id: str, license: str | None, base_model
         argument = "base_model" if license is None else "license"
         raise ValueError(f"{argument}: got a value, expected None, as {str(folder)!r} has a card.")
     if dry_run and license is None:
-        raise ValueError("license: got None, expected one, as a dry run reads no card on the Hub.")
+        raise ValueError("license: got None, expected a license, as a dry run reads no card on the Hub.")
     terms = find_license(None if dry_run else base_model, None, license)
     return Person(repo_id, base_model, **terms)  # type: ignore[arg-type]
 
@@ -193,7 +193,7 @@ def _save_to_folder(what: object, tokenizer: Any, target: Path) -> Path:
     """Return `what` if it is a folder; else save it to `target`."""
     if isinstance(what, str | Path):
         if tokenizer is not None:
-            raise ValueError("tokenizer: got one with a folder, expected None; a folder holds its own.")
+            raise ValueError(f"tokenizer: got {type(tokenizer).__name__} with a folder, expected None.")
         return Path(what)
     save_pretrained = getattr(what, "save_pretrained", None)
     if not callable(save_pretrained):

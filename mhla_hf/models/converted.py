@@ -27,5 +27,5 @@ vision_class = partial(find_derived_class, kinds=((VISION, GRID_SWAP),))
 
 LANGUAGE_SWAP = replace(WINDOWED_SWAP, matrix_core=MHLA, windowed_core=SalientCore)
 TEXT_SWAP = replace(ENCODER_SWAP, matrix_core=SequenceMHLA, windowed_core=TwoWayMHLA)
-# Makes any converted class, with the cores of all forms.
+# In the installed package: makes every converted class, with matrix cores and windowed cores.
 __getattr__ = partial(find_derived_class, kinds=((LANGUAGE, LANGUAGE_SWAP), (ENCODERS, TEXT_SWAP), (VISION, GRID_SWAP)))

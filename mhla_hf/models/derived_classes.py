@@ -34,15 +34,15 @@ from .transformers_api import (
 class AttentionSwap:
     """Describes how the attention modules of one kind of model are replaced by MHLA."""
 
-    function_name: str  # MHLA's attention function in transformers
+    function_name: str  # name under which transformers knows MHLA's attention function
     mixin: type  # first base of the MHLA attention classes
-    find_attentions: Callable[[nn.Module], dict[int, Any]]  # from a model, by layer index
-    core_sizes: Callable[[Any, Any], dict[str, Any]]  # from attention and config: a core's arguments after settings
+    find_attentions: Callable[[nn.Module], dict[int, Any]]  # finds a model's attention modules, by layer index
+    core_sizes: Callable[[Any, Any], dict[str, Any]]  # (attention, config) -> a core's arguments after `settings`
     matrix_core: Any = None  # core class if `MHLASettings.core` is "matrix"; None if a checkpoint's source lacks it
     windowed_core: Any = None  # if it is "windowed"
-    prepare: Callable[..., Any] | None = None  # changes the arguments of the forward of the model without its head
+    prepare: Callable[..., Any] | None = None  # changes the arguments of the headless model's forward
     finish: Callable[[Any, MHLASettings], None] | None = None  # called when all layers are swapped
-    replaces_masks: bool = True  # a model without softmax selects MHLA in its config, so that no T x T mask is built
+    replaces_masks: bool = True  # whether a model without softmax names MHLA in its config, to build no T x T mask
 
 
 class MHLAConfigMixin:
@@ -62,7 +62,7 @@ class MHLAConfigMixin:
 
 
 class MHLAHeadMixin(MHLAPreTrainedMixin):
-    """Builds the base model, then replaces the layers that `config.mhla` lists; must come first among the bases."""
+    """Builds the base, then turns attention into MHLA in the layers of `config.mhla`; must come first among the bases."""
 
     family: Family
     swap: AttentionSwap
@@ -71,7 +71,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         if not isinstance(config, self.config_class) or getattr(config, "mhla", None) is None:
             expected = f"{self.config_class.__name__} with `mhla`; use mhla_hf.convert(model) on a softmax model"
             raise ValueError(f"config: got {type(config).__name__}, expected {expected}.")
-        # The base looks up classes by the class of its configuration, so build it from one of the base's own class.
+        # The base looks up classes by the class of its configuration, so it gets a copy of `config` of the base's class.
         base_class = self.config_class.__bases__[1]
         base_config = base_class.__new__(base_class)
         vars(base_config).update(vars(config))
@@ -83,7 +83,7 @@ class MHLAHeadMixin(MHLAPreTrainedMixin):
         self.install_mhla(MHLASettings.from_dict(config.mhla))
 
     def install_mhla(self: Any, settings: MHLASettings) -> None:
-        """Turn the attention modules of the layers in `settings.layers` (indices) into MHLA, in place."""
+        """Turn attention into MHLA, in place, in the layers `settings.layers` (indices); ValueError if the core is None."""
         swap, config = self.swap, self.config
         attentions = swap.find_attentions(self)
         core_class = getattr(swap, f"{settings.core}_core")
@@ -165,7 +165,7 @@ def is_attention(module: Any) -> bool:
 
 
 def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
-    """Return the arguments of an attention module's MHLA core, except `settings` and `norm_eps`."""
+    """Return an MHLA core's arguments, except `settings` and `norm_eps`; ValueError if KV heads do not divide the heads."""
     num_heads, num_groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if isinstance(num_groups, int) and num_heads % num_groups:
         expected = f"a divisor of the {num_heads} attention heads"
@@ -181,7 +181,7 @@ def attention_sizes(attention: nn.Module, config: Any) -> dict[str, int]:
 
 
 def wrap_forward(forward: Callable[..., Any], prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` with arguments changed by `prepare`: a hook would not see calls of `model.forward` itself."""
+    """Wrap a forward so that `prepare` changes the arguments of a headless model; a hook would miss `model.forward(...)`."""
     names = tuple(inspect.signature(forward).parameters)[1:]
 
     @functools.wraps(forward)

@@ -23,7 +23,7 @@ class AttentionKind:
 class DiffusionKind(AttentionKind):
     """Describes a kind of attention of diffusers' transformers."""
 
-    latents: str = "channels frames height width"  # axes of the input after the batch; other sizes are arguments
+    latents: str = "channels frames height width"  # axes of the input after the batch; sizes of others are arguments
     rotary: str = "pairs"  # form of the rotary embedding (`read_rotary`)
     head_norm: bool = False  # whether norms of q and k are by head, not over all channels
     joint: bool = False  # whether tokens of a text share one attention with those of the grid
@@ -50,11 +50,11 @@ class DiffusionFamily(Family):
     # Arguments besides latents and time, in the order of the training data. Without them, a family is trained from calls of
     # its pipelines.
     conditions: tuple[str, ...] = ()
-    fixed_size: bool = False  # whether latents must be squares of the model's `sample_size`
+    fixed_size: bool = False  # whether latents must be squares whose side is the model's `sample_size`
 
 
 WINDOWED: dict[str, Any] = {"layers": "2/3", "windowed": True}
-# Endings of the names of classes with a head: those of both text decoders and text encoders, then all.
+# Endings of the names of classes with a head: `TEXT_ENDS` occur in text decoders and in text encoders.
 TEXT_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 HEAD_ENDS = (*TEXT_ENDS, "ForCausalLM", "ForMaskedLM", "ForMultipleChoice", "ForImageClassification")
 AUTO_CLASSES = ("AutoModel", *(f"AutoModel{end}" for end in TEXT_ENDS))

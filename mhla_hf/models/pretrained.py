@@ -82,7 +82,7 @@ HUB_ARGUMENTS = ("repo_id", "commit_message", "private", "token", "revision", "c
 
 
 def split_heads(model: Any, rank: int, size: int) -> dict[str, str]:
-    """Set, in place, which heads keep softmax in process `rank` of `size`, where projections are split by head.
+    """Reduce the softmax heads to those of process `rank` of `size`, in place, where projections are split by head.
 
     Return the tensor-parallel plan for the parameters of `mhla`. Raise ValueError if `size` does not divide the KV heads.
     """

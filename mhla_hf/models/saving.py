@@ -46,11 +46,11 @@ def check_whole_files(folder: str | os.PathLike[str]) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise ValueError(f"{file} is not a complete safetensors file: {error}.") from None
+            raise ValueError(f"{file}: got a damaged file, expected a complete safetensors file ({error}).") from None
 
 
 def check_loaded_weights(model: Any) -> None:
-    """Raise ValueError if an MHLA weight is not finite, or a mixing weight negative; skip quantized and meta weights."""
+    """Raise ValueError if an MHLA weight is not finite (quantized and meta weights are skipped), or fails `check_values`."""
     for name, module in model.named_modules():
         for parameter in module.initial_values() if hasattr(module, "initial_values") else ():
             value = module.get_parameter(parameter)

@@ -1,4 +1,4 @@
-"""Wraps private APIs of transformers, differences between its releases, and model types that a release does not have."""
+"""Wraps private APIs of transformers, and handles differences between its releases, some of which lack model types."""
 
 import contextlib
 import functools
@@ -63,7 +63,7 @@ def set_gradient_checkpointing(model: nn.Module, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def recomputed_layers(model: nn.Module) -> Iterator[None]:
-    """Recompute a model's layers in the backward pass in eval mode, too, where transformers does not."""
+    """Within this context, recompute layers in the backward pass even in eval mode, where transformers does not."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     previous_forwards = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
@@ -90,13 +90,13 @@ def forward_cached(model: nn.Module, input_ids: Tensor, cache: Cache | None = No
 
 
 def find_cache(kwargs: dict[str, Any]) -> str | None:
-    """Return the name of the KV cache among arguments, by its type: releases name it differently."""
+    """Return the name of the argument that is a KV cache, which differs among releases; None if there is none."""
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
 
 
 def check_cache_arrived(query_length: int, key_length: int, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if the base passed past keys or a KV cache, as untested releases may: MHLA would ignore the past."""
+    """Raise ValueError if the base passes past keys or a KV cache, which MHLA would ignore; untested releases may do so."""
     if query_length != key_length or find_cache(kwargs) is not None:
-        got = f"{key_length} keys for {query_length} queries with transformers {transformers.__version__}"
+        got = f"{key_length} keys for {query_length} queries, or a cache, from transformers {transformers.__version__}"
         tested = " to ".join(TESTED_TRANSFORMERS)
-        raise ValueError(f"cache: got {got}, expected the layer's own cache, as in the tested releases {tested}.")
+        raise ValueError(f"cache: got {got}, expected as many keys as queries and no cache; install one of {tested}.")

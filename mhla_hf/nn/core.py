@@ -36,7 +36,7 @@ class OutputNorm(nn.RMSNorm):
         return {"weight": torch.ones(self.weight.shape)}
 
     def forward(self, o: Tensor) -> Tensor:
-        """Normalize o [..., V]. If o and the weight differ in dtype, compute and return fp32, or fp64 if one of them is."""
+        """Normalize o [..., V]. If o and the weight differ in dtype, return fp32, or fp64 if one of the two is fp64."""
         weight: Tensor = self.weight
         if o.dtype != weight.dtype:
             dtype = torch.promote_types(torch.promote_types(o.dtype, weight.dtype), torch.float32)
@@ -66,9 +66,9 @@ def without_padding(key_mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, 
 
 
 def padding_first(key_mask: Tensor | None, starts: Tensor | None) -> tuple[TokenMove, Tensor | None]:
-    """Return the `TokenMove` of all padding to the start of its row, where it takes up no positions, and the new `starts`.
+    """Return the `TokenMove` that brings padding, which takes up no positions, to the start of rows, and the new `starts`.
 
-    Without a key_mask [B, T], no token moves.
+    Without a key_mask [B, T], no token moves, and `starts` is returned unchanged.
     """
     if key_mask is None:
         return TokenMove(), starts
@@ -114,7 +114,7 @@ def mixing_options(settings: MHLASettings, num_heads: int) -> dict[str, Any]:
 
 
 def cached_mixing(cache: Any, mixing: Any, new_tokens: int, block_size: int) -> Tensor:
-    """Return a mixing matrix [M, M] or [H, M, M] for `new_tokens` more tokens; the cache keeps one that has no gradient."""
+    """Return the mixing [M, M] or [H, M, M] for `new_tokens` more tokens; if it needs no gradient, the cache keeps it."""
     needed = -(-(int(cache.seen_tokens) + new_tokens) // block_size)
     if torch.is_grad_enabled() and mixing.weight.requires_grad:
         return mixing(needed)
@@ -182,7 +182,7 @@ class MHLACore(nn.Module):
 def prepare_operands(
     core: MHLACore, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rotate: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Mask q, k, and v, map q and k to features, and rotate them; return the three for `mhla`, and its further arguments.
+    """Mask q, k, and v, map q and k to features, and rotate them before or after; return these three, and options of `mhla`.
 
     Features are cast to v's dtype, because rotations give fp32 under autocast.
     """
@@ -229,7 +229,7 @@ class MHLA(MHLACore):
                 allowed along with cu_seqlens.
             cu_seqlens: int32 or int64 [N + 1], borders of N packed sequences (B = 1). Ignored if there is a cache.
             cache: This layer's `MHLACacheLayer`, read and changed in place; None to attend without one.
-            scale: Ignored: a constant factor cancels in the normalized form, and the other form always takes K**-0.5.
+            scale: Ignored: a constant factor cancels in the normalized form; without `normalize`, it is always K**-0.5.
 
         Returns:
             [B, T, H, V] in v's dtype.

@@ -15,10 +15,10 @@ MAX_EXPONENT = 6.0  # of the "exp" map
 
 
 def harmless_balance(kind: str, key_dim: int) -> float:
-    """Return a balance, the log of a multiplier of MHLA's weights, so low that they hardly change a softmax beside them.
+    """Return a balance, the log of a multiplier of MHLA's weights, so low that MHLA hardly changes a softmax beside it.
 
-    Features of real keys saturate, so a far part does harm until it has learned. The products of features are taken to be
-    about 1 for maps that sum to one, and K for the others.
+    Features of real keys saturate, so MHLA does harm until it is trained. The products of features are taken to be about 1
+    for maps that end in a softmax, and K for the others.
     """
     return -4.0 if kind in ("hedgehog", "softmax") else -4.0 - log(key_dim)
 

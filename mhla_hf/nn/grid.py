@@ -1,6 +1,6 @@
 """The MHLA core of image and video layers, over tokens on a grid, and its mixing matrix.
 
-The model determines the number of blocks, the input the size of the grid. An axis with fewer tokens than blocks gets one
+The model fixes the number of blocks, and the input sets the size of the grid. An axis with fewer tokens than blocks gets one
 block per token, and the matrix is averaged down to these blocks.
 """
 
@@ -37,7 +37,7 @@ def rotate_both(x: Tensor, y: Tensor, angles: Sequence[Any]) -> tuple[Tensor, Te
 
 
 def block_overlap(num_new: int, num_old: int) -> Tensor:
-    """Return the fraction of each of `num_new` equal parts of an axis that lies in each of `num_old`, [num_new, num_old]."""
+    """Return what fraction of each of `num_new` equal parts of an axis is in each of `num_old` parts: [num_new, num_old]."""
     starts, size = torch.arange(num_new, dtype=torch.float32) / num_new, 1.0 / num_new
     edges = torch.arange(num_old + 1, dtype=torch.float32) / num_old
     low = torch.maximum(starts[:, None], edges[None, :-1])
@@ -78,7 +78,7 @@ class GridMixing(Mixing):
     def forward(self, counts: Sequence[int]) -> Tensor:  # type: ignore[override]  # a count for every axis
         """Compute the weights for `counts` blocks along each axis, n in all: fp32 [n, n] or [H, n, n].
 
-        If an axis has fewer blocks than in the layout, rows and columns are averaged over the blocks that each one covers.
+        If an axis has fewer blocks than in the layout, weights are averaged over the blocks that each new one covers.
         """
         weight = self.weight.float()
         weight = weight.softmax(-1) if self.form == "softmax" else weight * 1.0
@@ -166,7 +166,8 @@ class GridMHLA(MHLACore):
         if shard is not None and (self.prefix or self.settings.cpe or key_mask is not None):
             raise ValueError("shard: got a part of the tokens, expected None with cpe, prefix tokens, or a key_mask.")
         if shard is None and blocks.length != q.shape[1]:
-            raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {blocks.length} tokens.")
+            expected = f"{blocks.length} tokens, {self.prefix} of them before the grid"
+            raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {expected}.")
         q, k, v, options = prepare_operands(self, q, k, v, key_mask, rotate)
         mixing = self.mixing(blocks.counts)
         if shard is None:

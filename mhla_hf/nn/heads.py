@@ -11,7 +11,7 @@ class HeadSplit:
     """Splits tensors into the KV heads of a layer that keep softmax and those that are MHLA, and joins them again.
 
     Query heads go with the KV head that they read. `counts` are the numbers of KV heads that keep softmax (key True) and
-    that are MHLA (key False). Tensors are sliced by runs of adjacent heads instead of indexed: no index moves to a device.
+    that are MHLA (key False). Runs of adjacent heads are sliced, not indexed, so that no index is copied to a device.
     """
 
     def __init__(self, softmax_heads: Sequence[int], num_kv_heads: int):
@@ -24,7 +24,7 @@ class HeadSplit:
             self.runs.append((heads[0], heads[-1] + 1, is_softmax))
 
     def part(self, x: Tensor, softmax: bool, dim: int) -> Tensor:
-        """Return the softmax heads, or else the MHLA heads, of a tensor with all KV or query heads along `dim`."""
+        """Return the softmax heads if `softmax`, else the MHLA heads, of a tensor with all KV or query heads along `dim`."""
         queries_per_kv = x.shape[dim] // self.num_kv_heads
         parts = [
             x.narrow(dim, first * queries_per_kv, (end - first) * queries_per_kv)

@@ -1,9 +1,9 @@
 """The MHLA core of layers in which tokens of text and of a grid attend in one sequence, as in Flux or HunyuanVideo.
 
 A query t of the grid reads the text, and optionally the blocks around its own, by softmax, and all other blocks by MHLA,
-under one normalizer. With scores z_ts = <q_t, k_s> / sqrt(K), features phi, and a learned balance b per head:
+under one normalizer. With scores z_ts = <q_t, k_s> / sqrt(K), features phi, a balance b per head, and t, s in blocks i, j:
 
-    o_t = (sum_near e^z_ts v_s + e^b sum_far m[b(t), b(s)] <phi(q_t), phi(k_s)> v_s) / (the same with 1 for v_s)
+    o_t = (sum_near e^z_ts v_s + e^b sum_far m_ij <phi(q_t), phi(k_s)> v_s) / (the same with 1 for v_s)
 
 A query of the text reads all tokens by softmax. There may be several grids, such as a new image and its source images; block
 m has the tokens of block m of every grid.
@@ -57,7 +57,7 @@ def softmax_beside_key(
     e^z / (sum e^z + e^z'), returns the sum of weight * value over S keys [B, T, H, V], the sum of their weights, and the
     weight of the additional key, both [B, T, H, 1]. To merge other values, whose weights have the sum e^z', a caller adds
     their mean times the weight of the additional key. A logsumexp would do, too, but fused kernels give it no gradient;
-    these weights have one, as further columns of v. What underflows, also in fp16, is negligible beside the rest.
+    these weights, computed as further columns of v, have one. What underflows, also in fp16, is negligible beside the rest.
     """
     num_keys, key_width, value_width = k.shape[1], k.shape[3], v.shape[3]
     width = -(-max(key_width + 1, value_width + 2) // WIDTH_STEP) * WIDTH_STEP
@@ -114,7 +114,7 @@ class JointMixing(GridMixing):
 
 
 class JointMHLA(MHLACore):
-    """Attention over a text and a grid; the tokens of the grid read each other by MHLA.
+    """Attention over a text and a grid, whose tokens read each other by MHLA (near ones by softmax with `windowed`).
 
     `settings.layout` is required; see `MHLACore` for the arguments. Initially, the balance is so small that the softmax part
     dominates in a converted layer.

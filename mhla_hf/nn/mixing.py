@@ -1,7 +1,7 @@
 """The mixing matrix: the weights with which every query block reads the summary of every key block (paper section 4.2).
 
-A row beyond the learned ones has the weights of the last learned row by distance, continued by a geometric tail fitted to
-its older half. Outputs for the beginning of a prompt thus do not depend on its length, and uniform mixing stays uniform.
+A row beyond the learned ones has, at each distance, the weight of the last learned row; farther back, a geometric tail
+fitted to that row's older half. So early outputs do not depend on the prompt's length, and uniform mixing stays uniform.
 """
 
 import torch
@@ -11,7 +11,7 @@ MIN_INITIAL_WEIGHT = 1e-3
 
 
 def locality_weights(distances: Tensor, max_distance: Tensor | float) -> Tensor:
-    """Return initial weights [M, M] that fall linearly with distance (section 4.2), never to 0, which could not learn."""
+    """Return initial weights [M, M] that fall linearly with distance (section 4.2), but stay above 0, so that all learn."""
     return (1.0 - distances / max_distance).clamp_min(MIN_INITIAL_WEIGHT)
 
 
@@ -67,7 +67,7 @@ class Mixing(nn.Module):
     def check_values(self, name: str) -> None:
         """Raise ValueError if a weight of the "direct" form is negative; called when weights are loaded."""
         if self.form == "direct" and not self.weight.is_meta and (self.weight < 0).any():
-            raise ValueError(f"{name}.weight: got negative mixing weights, expected at least 0, or mixing_form='free'.")
+            raise ValueError(f"{name}.weight: got negative mixing weights, expected all >= 0, or mixing_form='free'.")
 
     def core(self) -> Tensor:
         """Compute the weights for M blocks: fp32 [M, M] or [H, M, M], lower triangular."""

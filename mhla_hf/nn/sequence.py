@@ -32,7 +32,7 @@ class SequenceMHLA(MHLACore):
     ) -> Tensor:  # fmt: skip
         """Attend to all real tokens of each row. Arguments and result are those of `TwoWayMHLA.forward`.
 
-        The scale is ignored: it cancels in the normalized form, and the other form always takes K**-0.5.
+        The scale is ignored: it cancels in the normalized form; without `normalize`, it is always K**-0.5.
 
         Raises:
             ValueError: If there are more than `settings.num_blocks` blocks, or an argument is invalid (see `mhla`).

@@ -9,9 +9,9 @@ from typing import Any
 from ..ops.checks import IMPLEMENTATIONS
 
 FORMAT_VERSION = 4
-# Entries of config.json that only foreign classes read. Softmax classes of transformers take `transformers_weights` as the
-# name of the weights file, so their error shows this sentence. AutoTokenizer takes an unknown model type for "", and warns
-# of the difference unless some part of the file has the model type "".
+# Entries of config.json that only classes outside mhla_hf read. Softmax classes of transformers take `transformers_weights`
+# as the name of the weights file, so their error shows this sentence. AutoTokenizer reads an unknown model type as "", and
+# warns that the file has another one, unless some part of it has the model type "".
 FOREIGN_ENTRIES: dict[str, Any] = {
     "transformers_weights": "these are no weights of a softmax model, load them with trust_remote_code=True or with mhla_hf "
     "installed",
@@ -88,7 +88,7 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
 }
 
 
-# Values required in windowed encoders, in layers over a text and a grid, and in windowed language models.
+# Required values, in this order: of windowed encoders, of layers over a text and a grid, of windowed language models.
 TWO_WAY_VALUES: dict[str, Any] = {"sinks": 0, "salient": 0, "softmax_heads": None}
 JOINT_VALUES = {"normalize": True, "output_norm": False, **TWO_WAY_VALUES}
 CAUSAL_VALUES = {"gate": False, "output_norm": False}
@@ -122,7 +122,7 @@ class MHLASettings:
             share one attention, the window has the blocks of the grid that are fewer than `window` blocks from a token's own
             along every axis; the text has softmax in any case.
         window: Number of blocks in the softmax window, the current one included. In encoders, the window also has
-            `window - 1` blocks after the current one; in grids, on either side along every axis.
+            `window - 1` blocks after the current one; in grids, it has `window - 1` on either side along every axis.
         sinks: Number of tokens at the start of a sequence that stay visible; for language models with `windowed`.
         salient: Number of tokens per KV head that stay visible after they have left the window, those to which the head
             attended most; for language models with `windowed`.
@@ -141,7 +141,7 @@ class MHLASettings:
             Their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers` instead.
             For language models with `windowed`.
         impl: Implementation of the operator: "auto", "torch", "triton", or "reference". With `windowed`, sequences
-            allow only "auto" and "torch", which both take PyTorch.
+            allow only "auto" and "torch", which both run in PyTorch.
 
     Raises:
         ValueError: If a setting is invalid, or settings contradict each other.
@@ -206,7 +206,7 @@ class MHLASettings:
 
     @property
     def core(self) -> str:
-        """The kind of core that attends by these settings to a sequence or a grid without text: "matrix" or "windowed"."""
+        """The kind of core that these settings select for a sequence or a grid without text: "matrix" or "windowed"."""
         return "windowed" if self.windowed else "matrix"
 
     def resolve_layers(self, num_layers: int) -> list[int]:

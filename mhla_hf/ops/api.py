@@ -51,13 +51,13 @@ def mhla(
         q: [B, T, H, K], feature-mapped queries, floating point.
         k: [B, S, G, K], feature-mapped keys. Query head h uses KV head h // (H // G).
         v: [B, S, G, V], values.
-        mixing: [Mq, Mk] or [H, Mq, Mk], one row per query block, one column per key block. If causal, there may be more;
-            these and the upper triangle are ignored and get a gradient of zero.
+        mixing: [Mq, Mk] or [H, Mq, Mk], one row per query block, one column per key block. If causal, further rows
+            and columns may follow; these and the upper triangle are ignored and get a gradient of zero.
         blocks: The blocks of the T queries; `Blocks.sequence` if causal.
         key_blocks: The blocks of the S keys; None if queries and keys have the same blocks.
         causal: Whether a query sees only the keys at and before its own position.
         normalize: Whether to divide by the sum of the weights. "official" divides by the denominator of the authors' vision
-            code, which differs from the paper's (not causal; equal blocks, the same for queries and keys).
+            code, which differs from the paper's (only if not causal, with equal blocks that queries and keys share).
         scale: Multiplier of <q[t], k[s]>; None is K**-0.5. It cancels in the normalized form.
         q_den: [B, T, H, L], features of the queries for the denominator if they differ from q.
         k_den: [B, S, G, L], likewise for the keys.
@@ -85,7 +85,7 @@ def mhla(
     check_padding(q, k, causal, key_mask, cu_seqlens, starts)
     check_mixing(mixing, q, blocks, key_blocks or blocks, causal, cu_seqlens)
     if return_state and (not causal or cu_seqlens is not None):
-        raise ValueError("return_state: got True, expected False unless causal=True and cu_seqlens is None.")
+        raise ValueError("return_state: got True, expected False, or causal=True without cu_seqlens.")
     key_blocks = blocks if key_blocks is None else key_blocks
     if causal and cu_seqlens is None:
         mixing = mixing[..., : blocks.num_blocks, : blocks.num_blocks]
@@ -111,7 +111,7 @@ def mhla_step(
         q: [B, T, H, K], queries of the new tokens.
         k: [B, T, G, K], keys of the new tokens.
         v: [B, T, G, V], values of the new tokens.
-        mixing: As in `mhla`, with a row and a column for every block up to the last new token.
+        mixing: As in `mhla`, with a row and a column for every block up to that of the last new token.
         state: From `mhla(..., return_state=True)`, an earlier step, or `MHLAState.empty`; changed in place.
         starts: int64 [B], index of each row's first real token in this call. Tokens before it are ignored and not counted.
         normalize, scale, q_den, k_den, unrounded: As in `mhla`.

@@ -25,8 +25,8 @@ class Blocks:
         block_size: Tokens per block of a sequence; the last block may be shorter. None for a grid, whose axes are split as
             by `numpy.array_split`: the first blocks get one extra token if the axis does not divide evenly.
         prefix: Number of tokens before the grid (class or register tokens), which form an extra block, block 0.
-        others: Shapes of further grids, whose tokens come after those of the first. Each is split into as many blocks, and
-            block m has the tokens of block m of every grid.
+        others: Shapes of further grids, whose tokens come after those of the first. Each is split into the same `counts`
+            of blocks, and block m has the tokens of block m of every grid.
     """
 
     shape: tuple[int, ...]

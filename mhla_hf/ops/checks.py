@@ -112,7 +112,7 @@ def check_padding(
         if not values_can_be_read(q.device):
             return
         if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1] or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, expected values rising from 0 to {q.shape[1]}.")
+            raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}, expected sorted values from 0 to {q.shape[1]}.")
 
 
 def check_starts(starts: Tensor, q: Tensor) -> None:
@@ -127,7 +127,7 @@ def check_starts(starts: Tensor, q: Tensor) -> None:
 def check_mixing(
     mixing: Tensor, q: Tensor, blocks: Blocks, key_blocks: Blocks, causal: bool, cu_seqlens: Tensor | None
 ) -> None:
-    """Check that `mixing` has a row per query block and a column per key block or, if causal, at least as many.
+    """Check that `mixing` has a row per query block and a column per key block; if causal, it may have more.
 
     With `cu_seqlens`, the blocks of the longest sequence count, not those of all tokens.
     """

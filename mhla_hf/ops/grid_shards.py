@@ -37,14 +37,14 @@ def sharded_mhla(
         ValueError: If q does not have the tokens of this process, or normalize is "official".
     """
     if q.shape[1] != edges[rank + 1] - edges[rank] or edges[-1] != blocks.length:
-        expected = f"{edges[rank + 1] - edges[rank]} for rank {rank}, and {blocks.length} as the last edge"
+        expected = f"{edges[rank + 1] - edges[rank]} tokens for rank {rank}, and {blocks.length} as the last edge"
         raise ValueError(f"q: got {q.shape[1]} tokens with edges {list(edges)}, expected {expected}.")
     if normalize == "official":
         raise ValueError("normalize: got 'official', expected True or False for sharded tokens.")
     sum_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     (heads,) = Heads.groups(q, sum_dtype, one_by_one=False)
     block_ends = list(accumulate(blocks.sizes()))
-    # A reduce-scatter needs equally many rows for every process, so row 0 fills up shorter lists.
+    # A reduce-scatter needs the same number of rows for every process, so shorter lists are filled up with row 0.
     blocks_of_ranks = [
         range(bisect_right(block_ends, first), bisect_left(block_ends, end) + 1) for first, end in pairwise(edges)
     ]

@@ -10,8 +10,9 @@ from .inputs import MHLAInputs
 def mhla_reference(inputs: MHLAInputs) -> Tensor:
     """Compute o[t] = sum_s w[t, s] v[s] with w[t, s] = mixing[b(t), b(s)] * scale * <q[t], k[s]> (paper eq. 5).
 
-    With `normalize`, o is divided by sum_s w[t, s] or `official_denominator`, of q_den and k_den if given; 0/0 is 0.
-    Sums are in fp64 if q, k, or v is, else in fp32. Returns [B, T, H, V] in v's dtype or, if `unrounded`, as computed.
+    With `normalize`, o is divided by sum_s w[t, s]; if "official", by `official_denominator`. For both, q_den and k_den
+    replace q and k if given, and 0/0 is 0. Sums are in fp64 if q, k, or v is, else in fp32. Returns [B, T, H, V] in v's
+    dtype (with `unrounded`, that of the sums).
     """
     q, k, v, mixing, options, q_den, k_den, key_mask, cu_seqlens, starts = inputs
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
@@ -20,7 +21,7 @@ def mhla_reference(inputs: MHLAInputs) -> Tensor:
         query_block, key_block, visible = token_relations(
             q, k, options.blocks, options.key_blocks, options.causal, key_mask, cu_seqlens, starts
         )
-        # Zero queries that see no key, and keys that no query sees: if they hold NaN, gradients of 0 would become NaN.
+        # Queries that see no key, and keys that no query sees, are set to 0: NaN there would turn gradients of 0 into NaN.
         sees_any, seen_by_any = visible.any(2)[..., None, None], visible.any(1)[..., None, None]
         q = torch.where(sees_any, q, 0)
         k, v = torch.where(seen_by_any, k, 0), torch.where(seen_by_any, v, 0)

@@ -35,7 +35,7 @@ class RowState:
     def select(self, index: Tensor) -> None:
         """Keep the rows listed in `index` int64 [rows], in that order; a row may appear several times.
 
-        While the number of rows stays the same, so do the addresses of the tensors, for CUDA graphs.
+        If the number of rows stays the same, the tensors keep their addresses, as CUDA graphs need.
         """
         self.leave_inference_mode()
         for name, value in self.tensors().items():
@@ -63,7 +63,7 @@ class MHLAState(RowState):
     z: Tensor | None  # [B, G, N, L], the sums of the denominator's keys in these blocks
     prefix: Tensor  # [B, H, K, V], the sum over closed blocks b of mixing[i, b] times summary b, for i = `prefix_block`
     prefix_z: Tensor | None  # [B, H, L], the same sum over `z`
-    prefix_block: Tensor  # int64 [B], the query block that the prefix was mixed for; -1 if there is none yet
+    prefix_block: Tensor  # int64 [B], the query block that the prefix was mixed for; -1 if it is yet to be mixed
     window_k: Tensor  # [B, 2 * C, G, K] in the dtype of the inputs
     window_v: Tensor  # [B, 2 * C, G, V]
     window_k_den: Tensor | None  # [B, 2 * C, G, L]; None if the denominator uses the same features as the numerator
@@ -118,7 +118,7 @@ class MHLAState(RowState):
 
         Raises:
             ValueError: If `count` is not an int from 0 to the block size, or exceeds the length of the shortest row or the
-                tokens that the window still holds after an earlier crop.
+                number of tokens that the window still holds after an earlier crop.
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= self.block_size:
             raise ValueError(f"count: got {count!r}, expected an int from 0 to {self.block_size}, the block size.")

@@ -148,7 +148,7 @@ def attend_blocks(
 
 
 def mix_closed_blocks(state: MHLAState, mixing: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute the prefixes [R, H, n, K, V], and [R, H, n, L] of z (or None), for the query `blocks` [R, n] of `rows` [R]."""
+    """Compute the prefixes that the `blocks` [R, n] of `rows` [R] read: [R, H, n, K, V] and, of z, [R, H, n, L] or None."""
     device, queries_per_kv = state.summaries.device, state.prefix.shape[1] // state.summaries.shape[1]
     num_closed = min(int(blocks.max()), mixing.shape[-1])
     is_earlier = (torch.arange(num_closed) < blocks[..., None]).to(device)

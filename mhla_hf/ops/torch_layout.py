@@ -53,7 +53,7 @@ def gather_by_block(block: Tensor, sizes: Tensor, size: int) -> tuple[Tensor, Te
 
 
 class Heads:
-    """Selects query heads of batch rows, and flattens both into one axis: [B, T, H or G, K] -> [R, T, K] in `sum_dtype`."""
+    """Selects batch rows and query heads, and flattens both axes into one: [B, T, H or G, K] -> [R, T, K] in `sum_dtype`."""
 
     def __init__(self, rows: slice, heads: slice, q: Tensor, sum_dtype: torch.dtype):
         self.rows, self.heads, self.sum_dtype = rows, heads, sum_dtype
@@ -123,7 +123,7 @@ class MoveTokens(torch.autograd.Function):
 
 
 class DifferentiableOnce(torch.autograd.Function):
-    """Returns `grad` unchanged, a function of the `sources` it was computed from; differentiating it raises RuntimeError."""
+    """Returns `grad`, computed from `sources`, unchanged; differentiating the result raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class DifferentiableOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise RuntimeError(
-            "create_graph: got a second derivative, expected False; mhla(..., impl='reference') has them."
+            "create_graph: got True, expected False; for second derivatives, call mhla with impl='reference'."
         )
 
 
@@ -154,8 +154,8 @@ class TokenMove(NamedTuple):
 def align_sequences(cu_seqlens: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gathers of `MoveTokens` with which each packed sequence begins at a block edge: [1, M * C] and [1, T].
 
-    M bounds the number of blocks whatever the borders. Also returns the index of each block within its sequence and the
-    index of that sequence, both int64 [M]; unused blocks at the end count as one more sequence.
+    M is an upper bound of the number of blocks for any borders. Also returns the index of each block within its sequence and
+    the index of that sequence, both int64 [M]; unused blocks at the end count as one more sequence.
     """
     borders = cu_seqlens.long()
     last_block = ((borders.diff() + block_size - 1) // block_size).cumsum(0)
@@ -264,7 +264,7 @@ def visible_slots(position: Tensor, num_slots: int, block_size: int, window: int
 
 
 class TokenPlaces:
-    """Finds tokens by position in a concatenation: the `num_held` tokens of a decoder state, then T new ones.
+    """Finds the tokens of given positions in a concatenation of the `num_held` tokens of a decoder state and T new ones.
 
     Each row has seen `before` [B] tokens; those that the state still holds are in the slots that `ring_slot` returns. The
     first `padding` [B] new tokens of a row are padding. Results are on `device`, positions may be on the CPU.
@@ -286,7 +286,7 @@ class TokenPlaces:
         return place.masked_fill((position < 0) | (new >= self.num_new), -1).to(self.device)
 
     def move_new(self, first: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Compute the gathers of `MoveTokens` that bring new tokens to the positions `first` [B, 1] to `first + count`."""
+        """Compute the gathers of `MoveTokens` that bring new tokens to `count` positions, from `first` [B, 1] on."""
         column = torch.arange(self.num_new, device=first.device)
         inverse = (self.before - self.padding - first + column).masked_fill(column < self.padding, -1)
         source = first + torch.arange(count, device=first.device) - self.before + self.padding

@@ -1,7 +1,7 @@
 """MHLA in PyTorch: one autograd function for all options, by batched matrix products over blocks and heads.
 
-The backward pass recomputes: it saves the inputs and, in the normalized form, the output and its denominator. Tokens of
-padded or packed batches are moved so that every sequence begins at a block edge, and their outputs are moved back.
+Only the inputs and, in the normalized form, the output and its denominator are saved; the backward pass recomputes the rest.
+Tokens of padded or packed batches are moved so that every sequence begins at a block edge; their outputs are moved back.
 
 Letters in shapes: R pairs of row and head, M query blocks of C tokens, N key blocks of D tokens; q [R, M, C, K],
 k [R, N, D, K], v [R, N, D, V], and the mixing matrix m [R or 1, M, N]. Shorter blocks are padded with zeros.
@@ -11,8 +11,8 @@ P_i = sum_{b<i} m_ib S_b, and a block acts on itself through m_ii tril(q_i k_i^T
 long block is cut into n chunks of c tokens with running sums of their summaries: the cost of a token does not grow with the
 block size.
 
-The backward pass gets num_grad [R, M, C, V] and den_grad [R, M, C], the gradients of the numerator, the sum of weight * v,
-and of the denominator, the sum of the weights (den_grad is None if not normalized).
+The backward pass gets num_grad [R, M, C, V], the gradient of the numerator (the sum of weight * v), and den_grad [R, M, C],
+the gradient of the denominator (the sum of the weights), or None if not normalized.
 """
 
 from typing import Any
@@ -106,7 +106,7 @@ class BlockedAttention(torch.autograd.Function):
         work = HeadWork(q, k, v, options)
         compute_grads = causal_grads if options.causal else full_grads
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            grads = [  # zeros where several heads add up
+            grads = [  # zeros where the gradients of several heads are added up
                 torch.zeros_like(x, dtype=work.sum_dtype)
                 if x.dim() < 4 or x.shape[2] < q.shape[2]
                 else torch.empty_like(x)

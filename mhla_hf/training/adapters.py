@@ -49,7 +49,7 @@ def adapter_config(model: torch.nn.Module, **lora: Any) -> "LoraConfig":
     """Return a `peft.LoraConfig` that adds LoRA to a converted language model, and trains and saves its MHLA modules.
 
     Args:
-        model: A converted language model. It stores first rows of its weights, by which `save_adapter` detects merged LoRA.
+        model: A converted language model. It gets copies of first rows of its weights, so that merged LoRA is detected.
         **lora: Arguments of `LoraConfig`. The default of `target_modules` is PEFT's for the base model.
 
     Raises:
@@ -74,12 +74,12 @@ def save_adapter(
             adapters, all but "default" go to subfolders of their names, as in PEFT.
         base: The softmax original of a distilled model or of one with merged LoRA. The model's changes to the linear layers
             of `base` are then saved as LoRA. Without `base`, these changes are lost, and merged LoRA is an error.
-        rank: Rank of this LoRA: each change keeps its `rank` largest singular values, whose share of all changes is logged.
+        rank: Rank of this LoRA: how many singular values of each change are kept. Their share of the squared norm is logged.
 
     Raises:
         TypeError: `model` is neither a converted model nor a `PeftModel` of one.
-        ValueError: `folder` holds other files or cannot be written, `base` or `rank` does not fit, LoRA was merged and
-            `base` is None, or `load_adapter` would refuse the adapter.
+        ValueError: `folder` holds files but no adapter, or cannot be written; `base` or `rank` does not fit; LoRA was merged
+            and `base` is None; or `load_adapter` would refuse the adapter.
     """
     peft, untyped_model = import_peft(), cast(Any, model)
     is_peft_model = isinstance(model, peft.PeftModel)
@@ -89,7 +89,7 @@ def save_adapter(
         got = type(model).__name__ + (" with adapters" if hasattr(model, "peft_config") else "")
         raise TypeError(f"model: got {got}, expected a converted model, or the PeftModel that adapts it.")
     if is_peft_model and base is not None:
-        raise ValueError(f"base: got {type(base).__name__} with a PeftModel, expected None; its own LoRA is saved.")
+        raise ValueError(f"base: got {type(base).__name__} with a PeftModel, whose own LoRA is saved, expected None.")
     if not is_whole(rank, 1):
         raise ValueError(f"rank: got {rank!r}, expected a whole number of at least 1.")
     path = Path(folder).resolve()
@@ -141,14 +141,14 @@ def _lora_of_changes(model: Any, base: Any, rank: int) -> tuple[Any, dict[str, t
 
 
 def _first_rows(model: Any) -> dict[str, torch.Tensor]:
-    """Return copies of the first rows of linear weights by layer, without meta tensors and layers with merged LoRA."""
+    """Return a copy of the first row of each linear layer's weight, except of meta tensors and where LoRA is merged."""
     layers = {name: getattr(x, "base_layer", x) for name, x in model.named_modules() if not getattr(x, "merged", False)}
     weights = {name: x.weight for name, x in layers.items() if isinstance(x, torch.nn.Linear)}
     return {name: x[:1].detach().clone() for name, x in weights.items() if not x.is_meta}
 
 
 def _remember_base(model: Any) -> None:
-    """Store the first rows of a model's weights in the model, unless it has some, to detect LoRA that is merged later."""
+    """Store the first row of each linear weight in the model, unless some are stored, to detect LoRA merged later."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.rows_before_lora = getattr(base, "rows_before_lora", None) or _first_rows(base)
 
@@ -157,13 +157,13 @@ def _check_not_merged(model: Any) -> None:
     rows = getattr(model, "rows_before_lora", {})
     for name, row in _first_rows(model).items():
         if name in rows and not torch.equal(rows[name].to(row), row):
-            expected = "the model that merge_and_unload() returned, with base=ORIGINAL and rank=SUM OF THE RANKS merged"
+            expected = "the model that merge_and_unload() returned, with base=ORIGINAL and rank=SUM OF THE MERGED RANKS"
             raise ValueError(f"model: got LoRA merged into {name!r}, which would be lost, expected {expected}.")
 
 
 @torch.no_grad()
 def factorize_changes(model: Any, base: Any, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return LoRA's (A [rank, in], B [out, rank]) by linear layer that differs from `base`; refuse other differences."""
+    """Return LoRA's (A [rank, in], B [out, rank]) nearest to a linear layer's change from `base`; refuse other changes."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     whole = kept = 0.0  # squared norms of the changes and of their approximations
@@ -177,11 +177,11 @@ def factorize_changes(model: Any, base: Any, rank: int) -> dict[str, tuple[torch
             continue
         module_name, _, kind = name.rpartition(".")
         if kind != "weight" or not isinstance(modules[module_name], torch.nn.Linear):
-            got = f"a model whose {name!r} differs"
-            raise ValueError(f"base: got {got}, expected a model that differs only in weights of linear layers.")
+            got = f"a model whose {name!r} differs from the converted model's"
+            raise ValueError(f"base: got {got}, expected one that differs only in weights of linear layers.")
         left, values, right = torch.linalg.svd(change, full_matrices=False)
         left, values, right = left[:, :rank], values[:rank], right[:rank]
-        pad = rank - len(values)  # of a layer with fewer features than the rank
+        pad = rank - len(values)  # with zeros, if the layer has fewer features than `rank`
         down = F.pad(values.sqrt()[:, None] * right, (0, 0, 0, pad))
         up = F.pad(left * values.sqrt(), (0, pad))
         factors[module_name] = (down.to(weight.dtype).contiguous(), up.to(weight.dtype).contiguous())
@@ -202,7 +202,7 @@ def load_adapter(
         model: A softmax language model, which is converted in place; a model that was converted with the same settings; or a
             `PeftModel` of either, to which the adapter is added.
         source: Folder or Hub id of an adapter that `save_adapter` wrote.
-        adapter_name: Name of the adapter in PEFT. Of several in the folder, the one of this name is loaded.
+        adapter_name: Name of the adapter in PEFT. Of several adapters in a local folder, the one of this name is loaded.
         revision: Branch, tag or commit on the Hub.
         is_trainable: Whether the adapter's weights require gradients.
 
@@ -235,7 +235,7 @@ def load_adapter(
             raise ValueError(f"model: got {name} {current!r}, expected {value!r}, as the base of {str(source)!r} has.")
     is_converted = getattr(base.config, "mhla", None) is not None
     if is_converted and MHLASettings.from_dict(base.config.mhla) != settings:
-        raise ValueError(f"model: got one converted with other settings than {str(source)!r}, expected equal settings.")
+        raise ValueError(f"model: got MHLA settings unlike those of {str(source)!r}, expected equal settings.")
     _check_weights(base, settings, lora, weights, adapter_name, start)
     if not is_converted:
         convert(base, settings)
@@ -274,7 +274,7 @@ def _check_weights(
 def _fetch_adapter(source: str | Path, adapter_name: str, revision: str | None) -> Path:
     """Return the folder of an adapter, downloaded if it is on the Hub. Raise ValueError if a file is missing."""
     folder = Path(source)
-    if not folder.is_dir():  # perhaps a killed save_adapter had just moved it aside
+    if not folder.is_dir():  # moves back an adapter that a killed save_adapter was replacing
         remove_abandoned(folder.parent, f"{folder.name}.tmp-")
     if not folder.is_dir():
         with wrap_errors(f"source: got {str(source)!r}, expected a folder or an adapter on the Hub"):

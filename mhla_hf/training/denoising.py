@@ -38,7 +38,7 @@ def make_arguments(
 
 
 def call(transformer: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Return the output in fp32, without tokens of images to edit. Floats but `timestep` are cast to the model's dtype."""
+    """Return the output in fp32, without tokens of images to edit. Casts all floats but `timestep` to the model's dtype."""
     casts = {
         key: value.to(transformer.dtype)
         for key, value in arguments.items()
@@ -71,7 +71,7 @@ class NoiseProcess:
         elif hasattr(scheduler, "alphas_cumprod"):
             self.alphas_cumprod = scheduler.alphas_cumprod.double().cpu()
         else:
-            raise ValueError(f"scheduler: got {type(scheduler).__name__}, expected flow sigmas or alphas_cumprod.")
+            raise ValueError(f"scheduler: got {type(scheduler).__name__}, expected flow matching or alphas_cumprod.")
 
     @property
     def is_flow(self) -> bool:

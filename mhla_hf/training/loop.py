@@ -64,7 +64,7 @@ def distill(
         progress: Whether to show progress on stderr.
         command: Shell command that repeats the run, for the record.
         **options: Options for the kind of model. Language models and encoders: `tokenizer` (saved with the model) and
-            `text_field`. Encoders: `files` (saved with the model, see `checkpoints.save.read_sentence_files`). Image
+            `text_field` (column of the text). Encoders: `files` to save (see `checkpoints.save.read_sentence_files`). Image
             models: `processor` (saved with the model) and `test` (images on which the accuracy is logged).
 
     Returns:
@@ -118,7 +118,7 @@ def _train_in_turn(parts: Sequence[Task], folder: RunFolder, train: Callable[[Ta
 def _resolve(
     task: Task, stages: Any, recipe: Any, data: Any, seed: Any, run_arguments: Mapping[str, Any]
 ) -> tuple[tuple[CommonStage, ...], Any, Options]:
-    """Return the checked stages, data and options. Arguments override the recipe, and the recipe the defaults."""
+    """Return the checked stages, data and options. Arguments override the recipe, which overrides the defaults."""
     if (stages is None) == (recipe is None):
         got = "neither stages nor a recipe" if recipe is None else "stages and a recipe"
         raise ValueError(f"stages: got {got}, expected one of the two.")

@@ -34,7 +34,7 @@ class OutputHead(NamedTuple):
 def find_head(model: Any, ids: torch.Tensor) -> OutputHead | str:
     """Return a model's output head, or the reason why it cannot run apart from the other layers.
 
-    The model runs on some of `ids` [B, L] with known logits as the head's output, to check that it only scales or caps them.
+    The model runs on some of `ids` [B, L] with known logits as the head's output, to check that only a scale or cap follows.
     """
     name, layer = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
     if type(layer) is not nn.Linear:
@@ -88,7 +88,7 @@ class SumInChunks(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head: OutputHead | None,
         loss: Callable[..., torch.Tensor], token_tensors: Sequence[torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Return the sums [S]. `hidden` [N, width] are inputs of `head`, with `weight` and `bias`; without it, logits."""
+        """Return the sums [S]. `hidden` [N, width] are inputs of `head` (`weight`, `bias`) or, if it is None, logits."""
         vocab_size = hidden.shape[-1] if head is None else head.layer.out_features
         rows = max(1, (CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK) // vocab_size)
         tensors: Any = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)

@@ -30,7 +30,7 @@ from .recipe import DiffusionStage
 from .trainable import HALF_DTYPES
 
 Call = dict[str, Any]  # arguments of a transformer for one sample
-SHARED_ARGUMENTS = ("padding_mask",)  # of transformers: tensors [1, ...] for all samples
+SHARED_ARGUMENTS = ("padding_mask",)  # of transformers: one tensor [1, ...] for all samples
 FRAME_ARGUMENTS = ("num_frames", "frames", "video_length")  # what pipelines call the number of frames
 MILLISECONDS_PER_FRAME = 100
 
@@ -97,7 +97,7 @@ def open_samples(data: Any) -> Latents | PipelineArguments:
         if latent_files := [file for file in files if file.suffix == ".safetensors"]:
             return Latents(ConcatDataset(list(map(_load_columns, latent_files))), name, identify_files(latent_files))
         if path.exists() and not files:
-            raise ValueError(f"data: got {name!r}, expected a folder with .safetensors files of latents, or images.")
+            raise ValueError(f"data: got {name!r}, which holds no files, expected latents (.safetensors) or images.")
         identity: Any = identify_files(files) or name
         rows = load_split(name, "imagefolder", data_dir=str(path), drop_labels=True) if files else load_split(name)
     elif hasattr(data, "column_names") and hasattr(data, "__getitem__"):
@@ -129,7 +129,7 @@ def _identify(value: Any) -> Any:
 
 
 class TrajectoryReader(Reader):
-    """Reads the next call of one teacher trajectory per row for each batch; after the last calls, samples new trajectories.
+    """Reads, for each batch, the next call of one teacher trajectory per row; after the last calls, samples new ones.
 
     `sample(reader, numbers)` returns a trajectory, a list of calls, for each number. `constants` are the last batch's.
     """
@@ -139,7 +139,7 @@ class TrajectoryReader(Reader):
     ) -> None:  # fmt: skip
         super().__init__(key, state)
         self.sample, self.micro_batches = sample, micro_batches
-        self.position: int = state["position"] if state else 0  # in trajectories; `next` counts batches of them
+        self.position: int = state["position"] if state else 0  # in a trajectory; `next` counts batches of trajectories
         self.trajectories: list[list[Call]] = []
 
     def state(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def recorded(transformer: torch.nn.Module) -> Iterator[list[Call]]:
         for name, value in sorted(arguments.items()):  # calls may name them in different orders
             if name == "timestep" and value.numel() == 1:
                 value = value.reshape(1).expand(count)
-            # Embeddings need not have `count` rows: Wan's have one for each of a sample's images.
+            # Embeddings need not have `count` rows: Wan's have one row for each image, also if a sample has two.
             is_text = name.startswith("encoder_hidden_states") and isinstance(value, torch.Tensor)
             if (is_text or _has_rows(value, count)) and name not in SHARED_ARGUMENTS:
                 if is_text and id(value) not in copies:
@@ -305,7 +305,7 @@ def make_options(
     options: dict[str, Any] = {"num_inference_steps": stage.sampling_steps, "guidance_scale": stage.guidance}
     options["use_resolution_binning"] = False  # which would sample at another size
     if stage.size:
-        # A pipeline that changes a video takes the number of frames from it.
+        # A pipeline that edits a video takes the number of frames from it; `num_frames` is then dropped below.
         frames = next((name for name in FRAME_ARGUMENTS if name in parameters), FRAME_ARGUMENTS[0])
         options |= dict(zip((frames, "height", "width")[-len(stage.size) :], stage.size, strict=True))
         height, width = stage.size[-2:]
@@ -324,9 +324,9 @@ class LastCall(Exception):
 
 @contextlib.contextmanager
 def swapped(pipeline: Any, component: str, device: torch.device, stops: bool) -> Iterator[None]:
-    """If a pipeline has two transformers (Wan 2.2), keep only the running one on the device and, at the end, `component`.
+    """If a pipeline has two transformers (Wan 2.2), keep only the running one on the device, and `component` at the end.
 
-    A sharded transformer always stays there. With `stops`, the pipeline ends before it calls the second transformer.
+    A sharded transformer always stays there. With `stops`, the first call of the second transformer ends the sampling.
     """
     first, second = (pipeline.components.get(name) for name in TRANSFORMERS)
     if second is None:

@@ -85,7 +85,7 @@ class Stage(CommonStage):
         seq_len: Tokens per sequence.
         facts: Fraction of the sequences into which facts are inserted, with questions about them at the end, whose answers
             weigh more in the loss. Without a tokenizer, there are no facts, and a warning is logged.
-        temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
+        temperature: Softmax temperature T of both distributions in the KL divergence, which is multiplied by T^2.
         top_k: Number of the teacher's most likely tokens over which the KL divergence is computed, at temperature 1; all
             others count as one token. This takes less memory. 0 means the whole vocabulary.
     """
@@ -102,7 +102,7 @@ class Stage(CommonStage):
     def validate_top_k(self) -> None:
         if self.top_k and self.temperature != 1:
             got = f"{self.temperature} with top_k {self.top_k}"
-            raise ValueError(f"temperature: got {got}, expected 1.")
+            raise ValueError(f"temperature: got {got}, expected 1, or top_k 0.")
 
 
 @checked
@@ -110,16 +110,16 @@ class DiffusionStage(CommonStage):
     """A stage that trains a diffusion transformer; see also the fields of `CommonStage`.
 
     Args:
-        loss: "transfer" (see `CommonStage`), "prediction" (squared error against the teacher's, plus `data_weight` times the
-            loss "denoising"), or "denoising" (the usual flow-matching or DDPM loss on data).
+        loss: "transfer" (see `CommonStage`), "prediction" (squared error against the teacher's prediction, plus
+            `data_weight` times the loss "denoising"), or "denoising" (the usual flow-matching or DDPM loss on data).
         trainable: As in `CommonStage`, or "lora": what the conversion added, and LoRA of rank `lora_rank` on the projections
             of the converted attention modules, merged into their weights at the end of the stage.
         size: Size in pixels, [rows, columns] or [frames, rows, columns]; None means the data's size, or the model's own.
         timesteps: Distribution of timesteps. None means "logit-normal" in flow matching and "uniform" in DDPM.
         shift: Timestep shift toward noise in flow matching; None means the scheduler's.
         drop_condition: Fraction of samples that are trained without their text or class, for classifier-free guidance.
-        sampling_steps: Steps of the teacher's trajectories, on which the student is trained when there is no data.
-        guidance: Scale of the classifier-free guidance of these trajectories.
+        sampling_steps: Steps of previews and of the teacher's trajectories, on which the student is trained without latents.
+        guidance: Scale of the classifier-free guidance of previews and of these trajectories.
     """
 
     WITHOUT_TEACHER: ClassVar[tuple[str, ...]] = ("denoising",)
@@ -150,9 +150,9 @@ class ImageStage(CommonStage):
     Args:
         loss: "labels" (cross-entropy), "logits" (KL divergence from the teacher's class distribution, plus `ce_weight` times
             cross-entropy), "features" (relative squared error against the teacher's last hidden state), or "transfer".
-        temperature: Softmax temperature of both distributions in the KL divergence, which is multiplied by its square.
+        temperature: Softmax temperature T of both distributions in the KL divergence, which is multiplied by T^2.
         smoothing: Label smoothing, from 0 to 1.
-        crop: Smallest area of a random crop, as a fraction of the image; sides are cut to fit into it. 1 disables cropping.
+        crop: Smallest area of a random crop, as a fraction of the image's; no side exceeds the image's. 1: no crop.
         flip: Fraction of images that are flipped horizontally.
         shift: Largest distance in pixels by which images are moved, wrapping around at the edges.
         erase: Fraction of images in which a random box is replaced by noise.
@@ -226,7 +226,7 @@ class Recipe:
         tokenizer: Folder or Hub id of the tokenizer; None means the tokenizer of `base`.
         data: Training data: a path or a Hub id that `distill` accepts.
         settings: Arguments of `convert`; or, to train from scratch, the model's `preset` and settings that differ from it.
-        processes: Number of processes that the recipe is meant for; a run may have any.
+        processes: Number of processes that the recipe is meant for; a run may have any number.
         run: Fields of `Options`.
     """
 
@@ -263,8 +263,8 @@ def describe_recipes() -> list[dict[str, Any]]:
 def read_recipe(name: str | Path | Recipe, changes: Mapping[str, Any] | None = None) -> Recipe:
     """Read and check one of `recipe_names()`, or a YAML file; a `Recipe` is returned unchanged.
 
-    The keys of `changes` to the recipe are "STAGE.FIELD", "*.FIELD" (in every stage), "settings.FIELD", "run.FIELD", or the
-    name of a field of `Recipe`.
+    `changes` maps keys to new values: "STAGE.FIELD", "*.FIELD" (in every stage), "settings.FIELD", "run.FIELD", or the name
+    of a field of `Recipe`.
     """
     if isinstance(name, Recipe):
         return name

@@ -28,14 +28,14 @@ from .sharding import attach_wrapping_hints, gather_weights, load_average, save_
 from .tasks.base import Task
 
 logger = logging.getLogger("mhla_hf")
-FIRST_STEPS = 3  # after which the time left is estimated
-LONG = 4 * 3600  # seconds; a run on a CPU that takes longer names the recipe for CPUs
+FIRST_STEPS = 3  # number of steps after which the time left is estimated
+LONG = 4 * 3600  # seconds; a longer run on a CPU reports the name of the recipe for CPUs
 Sums = dict[str, torch.Tensor]  # logged quantities by name: scalars on the device, summed since the last log entry
 
 
 @contextlib.contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
-    """Defer Ctrl-C: the first sets the event, and is raised when the block ends; the second is raised at once."""
+    """Defer Ctrl-C: the first sets the event and raises KeyboardInterrupt when the block ends; the second raises at once."""
     requested = threading.Event()
 
     def handle(_number: int, _frame: Any) -> None:
@@ -48,7 +48,7 @@ def deferred_interrupt() -> Iterator[threading.Event]:
     try:
         yield requested
     finally:
-        if previous_handler is not None:  # SIG_DFL is 0
+        if previous_handler is not None:  # a truth test would miss SIG_DFL, which is 0
             signal.signal(signal.SIGINT, previous_handler)
     if requested.is_set():
         raise KeyboardInterrupt("stopped; the run had just finished and is saved")
@@ -58,7 +58,7 @@ def deferred_interrupt() -> Iterator[threading.Event]:
 class Run:
     """One training run of `distill`.
 
-    `progress` is saved with every state. Its "since" counts the steps after the last log entry, which its "sums" cover.
+    `progress` is saved with every state. "since" counts the steps since the last log entry, and "sums" has their `Sums`.
     """
 
     accelerator: Any
@@ -70,7 +70,7 @@ class Run:
     folder: RunFolder
     reports: bool
     command: str | None
-    average: Any = None  # of the weights, in a stage with ema
+    average: Any = None  # `EMAModel` of the weights, in a stage with ema
 
     def __post_init__(self) -> None:
         task = self.task
@@ -104,7 +104,7 @@ class Run:
             self._report(f"{out} is finished already: nothing to do")
             return self.task.returned
         if self.is_main:
-            state_size = 0 if latest else 4 * self.student.num_parameters()  # at least
+            state_size = 0 if latest else 4 * self.student.num_parameters()  # bytes of fp32 weights; a state has more
             check_writable(out, "out", state_size + count_bytes(self.task.returned))
             self.folder.begin()
         self.accelerator.wait_for_everyone()
@@ -164,7 +164,7 @@ class Run:
                 self.task.set_gradient_checkpointing(False)
 
     def _train_stage(self, number: int, latest: Path | None) -> None:
-        """Train a stage, from its beginning or the saved state `latest`. After Ctrl-C, save a state and stop."""
+        """Train a stage, from its beginning or the saved state `latest`. After Ctrl-C, save a state and raise."""
         stage, accelerator, progress = self.stages[number], self.accelerator, self.progress
         accelerator.free_memory()
         groups = trainable.make_parameter_groups(self.task.student, stage)
@@ -313,7 +313,7 @@ class Run:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             got = f"{stage.lr}, with which the loss is {loss} and the gradient norm {norm}"
             place = f"at step {self.progress['step']} of stage {stage.name!r}"
-            raise ValueError(f"lr: got {got} {place}, expected a smaller one.")
+            raise ValueError(f"lr: got {got} {place}, expected a smaller learning rate.")
 
     def _save_state(self, reader: Any, sums: Sums, grad_norm: torch.Tensor | None, stage: CommonStage) -> None:
         """Save a state, or raise ValueError if loss or gradient are not finite. All processes call this."""

@@ -1,8 +1,8 @@
 """The folders of a training run, which survive a killed process.
 
 A finished run creates `<out>` by one rename. Until then, `<out>.state/` has the states `step-N/`, `runs/`, `previews/`, a
-lock, and `unfinished/`, where everything is written before it is renamed. A nonempty `<out>.state/` without `unfinished/`
-is refused. In each state, `run.json` identifies the only run that may resume from it, and has a checksum of every file.
+lock, and `unfinished/`, where states and the result are written and then renamed. A nonempty `<out>.state/` without
+`unfinished/` is refused. In a state, `run.json` identifies the only run that may resume from it, with all files' checksums.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class RunFolder:
             raise ValueError(f"{start}, whose state would go to {place}, expected another name.")
 
     def begin(self) -> None:
-        """Create the state folder, lock it against other processes, and remove unfinished files of a killed one."""
+        """Create the state folder, lock it (ValueError if it is locked), and remove unfinished files of a killed run."""
         with self._explain_errors("the run's state"):
             self.unfinished.mkdir(parents=True, exist_ok=True)
             try:

@@ -115,7 +115,7 @@ def sharded(accelerator: Any, task: Task, needs_teacher: bool) -> Iterator[None]
 
 
 def attach_wrapping_hints(accelerator: Any, root: nn.Module, model: nn.Module, student: nn.Module) -> None:
-    """Tell Accelerate which modules of `root` are FSDP units: blocks, and attentions, as "transfer" calls those alone."""
+    """Tell Accelerate the classes of FSDP units in `root`: blocks, and what is called alone, as attentions by "transfer"."""
     modules = dict(model.named_modules())
     attention_classes = {type(modules[name]).__name__ for name in find_mhla_attentions(student) if name in modules}
     block_classes = set(getattr(model, "_no_split_modules", None) or ())
@@ -146,7 +146,7 @@ class _Root(nn.Module):
 
 
 def _copy_model(model: nn.Module, is_main: bool, frozen: bool = False) -> nn.Module:
-    """Copy a model for FSDP, with weights in the main process alone, and without persistent buffers."""
+    """Copy modules for FSDP: buffers are not persistent; the main process shares the parameters, others leave them unset."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         data = parameter.detach() if is_main else torch.empty_like(parameter, device="cpu")

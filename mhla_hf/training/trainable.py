@@ -40,7 +40,7 @@ def check_student(student: nn.Module, stages: Sequence[CommonStage]) -> None:
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module | None, stages: Sequence[CommonStage]) -> None:
-    """Raise ValueError if a stage needs a teacher that is missing, shares weights, or is not the student's original."""
+    """Raise ValueError if a stage needs a teacher that is None, shares the student's weights, or is not its original."""
     needing = next((stage for stage in stages if stage.needs_teacher), None)
     if needing is None:
         return
@@ -66,7 +66,7 @@ def get_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtypes to save by name: a parameter's is `dtype` or, if None, its own; fp32 if the class demands it."""
+    """Return saved dtypes by name: buffers keep theirs; parameters get `dtype` if given, or fp32 if the class demands it."""
     cls: Any = type(model)  # an instance may have an attribute from before the conversion
     kept = getattr(cls, "_keep_in_fp32_modules_strict", getattr(cls, "_keep_in_fp32_modules", None)) or ()
     dtypes = get_dtypes(model)
@@ -78,7 +78,7 @@ def get_saved_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, t
 
 
 def set_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype], keep_weights: bool = True) -> None:
-    """Convert parameters and buffers in place, and drop gradients. Without `keep_weights`, parameters are uninitialized."""
+    """Convert parameters and buffers in place, and drop gradients. Without `keep_weights`, parameters lose their values."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         dtype = dtypes.get(name, value.dtype)
         is_kept = keep_weights or not isinstance(value, nn.Parameter)

@@ -52,8 +52,8 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
             return
         cache.mamba_ssm_cache_dtype = "float32"  # only other models use it; vLLM would set it with a warning
         if not cache.user_specified_block_size:
-            # vLLM rounds the page of a state up to a multiple of this. Unless it counts as the user's, vLLM sets it to 128,
-            # again in the engine's process after rounding: states would be stored at other lengths than looked up.
+            # vLLM rounds a state's page up to whole blocks. Unless marked as the user's, the block size is set to 128, also
+            # in the engine's process after rounding: states would be stored at other lengths than they are looked up.
             cache.block_size, cache.user_specified_block_size = CPU_BLOCK_SIZE, True
         if size > 1:
             cache.kv_cache_layout = "LBHNC"  # a process without softmax heads would choose another layout
@@ -62,13 +62,13 @@ class MHLAServingConfig(VerifyAndUpdateConfig):
 def check_settings(settings: dict[str, Any], config: Any) -> None:
     """Raise ValueError if the plugin cannot serve a converted model with these settings, its `config.mhla`."""
     if not settings["windowed"]:
-        raise ValueError("windowed: got false, expected true: with a mixing matrix, the state grows.")
+        raise ValueError("windowed: got false, expected true: with a mixing matrix, the state grows with the text.")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(f"model_type: got {config.model_type}, expected one without latent attention.")
 
 
 def check_tensor_parallel(size: int, config: Any, caches_prefixes: bool) -> None:
-    """Raise ValueError if `size` processes cannot split the heads or, caching prefixes, have different kinds of heads."""
+    """Raise ValueError if `size` processes cannot share the heads, or get kinds of heads that vLLM cannot serve together."""
     if size == 1:
         return
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

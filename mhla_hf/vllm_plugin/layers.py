@@ -51,7 +51,7 @@ class StatePage(MambaBase):
 
 
 class BatchPlan:
-    """The plan of vLLM's current batch, which the first layer of a model makes for all."""
+    """The plan of vLLM's current batch, which the first layer of a model makes for all layers."""
 
     metadata: Any = None  # the object by which vLLM describes the batch
     decodes: DecodeBatch | None  # the step of requests with one new token, which come first
@@ -91,9 +91,9 @@ class PagedMHLA(SalientCore):
             context[page_name] = StatePage(layout, self.num_kv_heads // heads_per_page)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **unused: Any) -> torch.Tensor:
-        """Attend by all tokens of vLLM's batch; arguments [1, T, ...] as in `SalientCore.forward`.
+        """Compute attention for all tokens of vLLM's batch; arguments [1, T, ...] as in `SalientCore.forward`.
 
-        The unused ones are None: vLLM has neither padding nor caches of transformers, and `options` has the scale.
+        Those in `unused` are None: vLLM has neither padding nor caches of transformers, and `options` has the scale.
         """
         o = v.new_empty(*q.shape[:3], v.shape[-1])
         torch.ops.vllm.mhla_attention(*(x[0].to(v.dtype).contiguous() for x in (q, k, v)), o[0], self.name)
@@ -148,7 +148,7 @@ def page_rows(views: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, to
     starts, steps = [view.storage_offset() for view in views], [view.stride(0) for view in views]
     row, page = gcd(*starts, *steps), views[0].shape[-1]
     if row < page:
-        raise ValueError(f"kv_cache: got pages of {page} bytes at multiples of {row} bytes, expected at least {page}.")
+        raise ValueError(f"kv_cache: got pages of {page} bytes in rows of {row} bytes, expected longer rows.")
     device = views[0].device
     memory = torch.empty(0, dtype=torch.int8, device=device).set_(views[0].untyped_storage())
     num_rows = len(memory) // row
@@ -172,7 +172,7 @@ class PagedSoftmax(nn.Module):
         )
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend by all tokens of vLLM's batch: query [T, H, D], key [T, G, D], value [T, G, D] -> [T, H, D]."""
+        """Compute attention for all tokens of vLLM's batch: query [T, H, D], key [T, G, D], value [T, G, D] -> [T, H, D]."""
         parts = zip(*(x.chunk(len(self.parts), 1) for x in (query, key, value)), strict=True)
         outputs = [part(*(x.flatten(1) for x in tensors)) for part, tensors in zip(self.parts, parts, strict=True)]
         return torch.cat(outputs, -1).view_as(query)
@@ -185,9 +185,9 @@ class PagedSoftmax(nn.Module):
 
 
 class SplitSoftmax(PagedSoftmax):
-    """`PagedSoftmax` for a whole layer of softmax, called by vLLM's attention function."""
+    """`PagedSoftmax` for a layer whose heads all keep softmax, called by vLLM's attention function."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attend by all tokens: query [T, H * D], key and value [T, G * D] -> [T, H * D]."""
+        """Compute attention for all tokens: query [T, H * D], key and value [T, G * D] -> [T, H * D]."""
         width = self.parts[0].head_size
         return self.attend(*(x.unflatten(1, (-1, width)) for x in (query, key, value))).flatten(1)

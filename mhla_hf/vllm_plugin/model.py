@@ -41,7 +41,7 @@ class MHLAServing:
         return {**options, "config": config}
 
     def _create_attention_instances(self: Any, prefix: str = "") -> None:
-        """Create vLLM's attention as the backend does; replace it in MHLA layers, and split others by heads of a page."""
+        """Create vLLM's attention; replace it in MHLA layers; split others into groups of KV heads that fill a page."""
         super()._create_attention_instances(prefix)  # type: ignore[misc]
         config = self._from_config_kwargs["config"]
         settings = MHLASettings.from_dict(self.config.mhla)
@@ -95,7 +95,7 @@ class MHLAServing:
 
     @classmethod
     def get_mamba_state_copy_funcs(cls, kinds: Collection[str]) -> dict[str, tuple[Any, ...]]:
-        """Return, by kind, the function that copies a state at a prefix that requests share: as one row of bytes."""
+        """Return {kind: (function,)} by which vLLM finds the bytes to copy if requests share a prefix: a page is one row."""
         return dict.fromkeys(kinds, (get_temporal_copy_spec,))
 
 

@@ -1,8 +1,8 @@
 """Decoder states in the pages of a serving engine, as rows of one pool that requests take and return.
 
-A page holds the state of some KV heads of one layer for one request, in as many bytes as a page of keys and values: a
-`SalientState` without `valid`, which follows from the request's position, and without `final`, since an engine's steps
-compare all tokens of a block with the salient ones at once, when the block leaves the window.
+A page holds the state of some KV heads of one layer for one request, in as many bytes as a page of keys and values: `rank`,
+`cast`, `k`, and `v` of a `SalientState`. Its `valid` follows from the request's position. Nothing is cropped, and a step
+compares all tokens of a block with the salient ones when the block leaves the window, so no other part is needed.
 """
 
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ def attend_copied_pages(
 
 
 compiled_attend_pages = torch.compile(attend_pages, dynamic=True)
-WARM_UP_PAGES = (1, 11)  # one page has a graph of its own; 11, no size of a model, stands for all other numbers
+WARM_UP_PAGES = (1, 11)  # 1 has a graph of its own; 11, no size of a model, gets the graph of all others
 
 
 def warm_up(layout: PageLayout, options: WindowedOptions, queries_per_kv: int, device: torch.device) -> None:
@@ -155,7 +155,7 @@ class PagedAttention:
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, batch: DecodeBatch
     ) -> torch.Tensor:
-        """Attend by one token of each of N requests, and update their pages, int64 [N, P].
+        """Compute attention for one new token of each of N requests, and update their pages, int64 [N, P], in place.
 
         q is [N, H, D], k and v are [N, G, D]; returns o [N, H, V].
         """
@@ -175,7 +175,7 @@ class PagedAttention:
         return o.view(count, q.shape[1], -1)
 
     def attend(self, q: torch.Tensor, pages: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend by q [N, H, D] to pages int64 [N, P] under a mask [N, 1, 1, S]; see `attend_pages`, with n = N * P."""
+        """Attend from q [N, H, D] to pages int64 [N, P] under a mask [N, 1, 1, S]; see `attend_pages`, where n is N * P."""
         call = compiled_attend_pages if self.is_compiled else attend_copied_pages
         queries = q.reshape(pages.numel(), -1)
         mask = mask if pages.shape[1] == 1 else mask.repeat_interleave(pages.shape[1], 0)
@@ -196,7 +196,7 @@ class PagedAttention:
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, start: int
     ) -> torch.Tensor:
-        """Attend by T tokens of one request from `start` on, q [T, H, D] to o [T, H, V], and update its pages [1, P]."""
+        """Compute o [T, H, V] for T tokens, q [T, H, D], of a request from position `start` on; update its pages [1, P]."""
         q, k, v = q[None], k[None], v[None]
         position = torch.full((1,), start, device=pages.device)
         state = SalientState.empty(k, v, self.options) if start == 0 else self.read_state(pages, position)

@@ -126,7 +126,7 @@ def tower(samples, device="cpu"):
 
 
 EDIT = "got prompts with FluxKontextPipeline, expected a function that samples with a torch.Generator"
-CACHE = "model: got Flux2KVAttnProcessor in layer 0, expected one without a cache of reference images"
+CACHE = "model: got Flux2KVAttnProcessor in layer 0, expected a processor without a cache of reference images"
 REFUSED = {
     "a language model": (lambda: mhla_hf.convert(softmax_model(), samples=["a"]), "samples: got some for Llama"),
     "linear attention": (lambda: learned("sana"), "samples: got some for SanaTransformer2DModel, whose attention"),
@@ -134,7 +134,7 @@ REFUSED = {
         "samples: got list with DiTTransformer2DModel"),
     "too few images": (lambda: tower(torch.ones(3, 3, 32, 32)), "a tensor of shape [3, 3, 32, 32] with ViTModel"),
     "labels of other classes": (lambda: mhla_hf.convert(PIPELINES["dit"](), samples=[1, 2000]),
-        "samples: got [1, 2000] with DiTPipeline, expected labels below 10"),
+        "samples: got [1, 2000] with DiTPipeline, expected labels from 0 to 999"),
     "prompts for an edit": (lambda: mhla_hf.convert(kontext_pipeline(), samples=["a cat"]), EDIT),
     "a cache of images": (lambda: mhla_hf.convert(with_image_cache(tiny_transformer("flux2"))), CACHE),
     "all layers": (lambda: learned("dit", keep=2), "keep: got 2, expected 0 to 1 of the 2 layers"),

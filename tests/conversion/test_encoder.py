@@ -98,7 +98,10 @@ def test_what_is_refused(teacher):
     for options, words in (
         ({"text": "self"}, ('text: got "self" with BertModel', "which writes no text")),
         ({"text": TEXT, "keep": 0.5}, ("keep: got 0.5 with an encoder, expected None.",)),
-        ({"text": TEXT[:90]}, ("text: got 90 tokens, expected at least 102: 6 rows of more tokens than the 16",)),
+        (
+            {"text": TEXT[:90]},
+            ("text: got 90 tokens, expected at least 102: 6 rows longer than a window and a block (16",),
+        ),
         ({"text": TEXT, "mixing_form": "softmax"}, ("text: got a text along with windowed=False",)),
     ):
         with refused(*words):

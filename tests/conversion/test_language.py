@@ -222,7 +222,7 @@ def test_other_types(model_type):
 
 
 WRONG = [
-    ({"text": TEXT[:100]}, "text: got 100 tokens, expected at least 150: 6 rows of more tokens than the 24 of"),
+    ({"text": TEXT[:100]}, "text: got 100 tokens, expected at least 150: 6 rows longer than a window and a block (24"),
     ({"window": 12}, "window: got 12 with block_size 8, expected (window + 1) * block_size below the 96 tokens"),
     ({"context": "4096"}, "context: got '4096', expected a whole number of at least 1."),
     ({"windowed": False}, "text: got a text along with windowed=False"),
@@ -232,7 +232,7 @@ WRONG = [
     ),
     ({"tolerance": "0.1"}, "tolerance: got '0.1' with keep=None, expected a number above 0"),
     ({"keep": 2, "tolerance": 0.1}, 'tolerance: got 0.1 with keep=2, expected a number above 0 with keep="auto".'),
-    ({"effort": 0}, "effort: got 0, expected a number above 0"),
+    ({"effort": 0}, "effort: got 0, expected a finite number above 0"),
     ({"text": None, "softmax_heads": {1: [4]}}, "softmax_heads: got KV head 4 in layer 1, expected 0 to 3"),
 ]
 

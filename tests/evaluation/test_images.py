@@ -185,9 +185,12 @@ FEATURES = Extractor("only features", lambda images: images.float().mean((2, 3))
 
 BAD = [
     ({"settings": {"reference": "nowhere.npz"}}, "reference: got 'nowhere.npz'"),
-    ({"settings": {"reference": None}}, "reference: got None, expected ADM's .npz or a folder of images"),
+    (
+        {"settings": {"reference": None}},
+        "reference: got None, expected an .npz of ADM or a folder of images (needed by",
+    ),
     ({"settings": {"reference": "cut.npz"}}, "reference: got 'cut.npz', expected an .npz file"),
-    ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "expected one with spatial features for sFID"),
+    ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "expected one that returns 'spatial' for sFID"),
     ({"models": {"sana": Painter()}, "tasks": ["IS"]}, "got Painter, expected a pipeline that takes class_labels"),
     ({"recipe": "table_4_text_to_image", "settings": {}, "tasks": ["CLIP score"]}, "prompts: got None"),
 ]

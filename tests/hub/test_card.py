@@ -177,7 +177,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(folders, case, monkeypatch
 
 KEPT = {
     "no person": (lambda m: (m / "card.json").unlink(), r"card\.json: got format_version None, expected 1"),
-    "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "got other text than its files render"),
+    "an end of line": (lambda m: (m / "README.md").open("ab").write(b"\r\n"), "got text other than what its files"),
 }
 
 
@@ -205,7 +205,7 @@ def test_folder_and_shelf_give_the_same_card(shelf, card, capsys):
     assert json.loads(path.read_text())["over_seeds"] == {"seeds": [0, 1]}
     assert "results" not in yaml.safe_load((shelf / "toy.yaml").read_text())
     for spoil, says in (
-        (lambda: path.write_text(path.read_text().replace("1.9003", "1.8")), "toy.md: got other text than its files"),
+        (lambda: path.write_text(path.read_text().replace("1.9003", "1.8")), "toy.md: got text other than"),
         (path.unlink, "toy.json: got no such file, expected the measurements"),
     ):
         spoil()

@@ -61,14 +61,14 @@ def shard_outside(folder):
 BROKEN = {
     "source changed": (put("modeling_mhla.py", "import os\n"), "modeling_mhla.py: got unknown code, expected the"),
     "code that was changed and hashed anew": (forge, "modeling_mhla.py: got source of another version of mhla_hf, or ch"),
-    "no weights": (drop("model.safetensors"), "got no .safetensors file"),
+    "no weights": (drop("model.safetensors"), "got no weights file"),
     "not a number": (spoil(float("nan")), "got NaN or infinity in the weight 'model.norm.weight'"),
     "shard outside": (shard_outside, "got the shard '../../secret.safetensors', expected a file beside"),
     "no config": (drop("config.json"), 'got no config.json with "mhla" settings'),
     "a link out": (lambda f: (f / "LICENSE").symlink_to("/etc/hostname"), "LICENSE: got a folder or a link to elsewhere,"),
     "no card": (drop("README.md", "card.json"), "README.md: got no card, expected one; push writes it if license"),
     "no license": (put("README.md", "---\ntags: [a]\n---\n"), "got the license None, expected a license of the Hub"),
-    "a wrong number": (put("README.md", CARD), "README.md: got other text than its files render to"),
+    "a wrong number": (put("README.md", CARD), "README.md: got text other than what its files"),
     "front matter that is none": (put("README.md", "---\nlicense: mit\n  tags: [\n---\n"), "README.md: got metadata"),
     "a token": (
         lambda f: (drop("card.json")(f), put("README.md", f"{CARD}token {TOKEN}\n")(f)), "README.md: got a Hugging"),

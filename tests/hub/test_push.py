@@ -62,7 +62,7 @@ def test_a_dry_run_checks_and_lists_and_sends_nothing(hub, shelf, unvisited, cap
     printed = capsys.readouterr().out
     assert f"{sizes['model.safetensors']:,}  model.safetensors\n" in printed
     assert printed.endswith(f"{sum(sizes.values()):,}  bytes; nothing was sent\n")
-    with pytest.raises(ValueError, match="license: got None, expected one, as a dry run reads no card on the Hub"):
+    with pytest.raises(ValueError, match="license: got None, expected a license, as a dry run reads no card"):
         push(converted(), NAME, base_model="base/llama", dry_run=True)
     assert {method for method, *_ in hub.log} == {"GET"}
     hub.fault("503", times=9)
@@ -140,7 +140,7 @@ ARGUMENTS = {
     "nothing": ({"what": None}, "what: got NoneType, expected a folder, a model or a pipe"),
     "tag": ({"tags": ["v 1"]}, "tags: got 'v 1'"),
     "request and tag": ({"create_pr": True, "tags": "v1"}, "create_pr: got True with tags, private or revision"),
-    "tokenizer of a folder": ({"tokenizer": 1}, "tokenizer: got one with a folder"),
+    "tokenizer of a folder": ({"tokenizer": 1}, "tokenizer: got int with a folder"),
     "license of a card": ({"license": "mit"}, r"license: got a value, expected None, as .* has a card"),
     "other name": ({"repo_id": "tester/other"}, r"got the card of 'tester/mhla', expected one written with"),
 }
@@ -191,7 +191,7 @@ def test_after_evaluate_the_card_has_the_scores(hub, unvisited, tmp_path):
     for file in ("README.md", "card.json"):
         (folder / file).unlink()
     spoil(3.0)(folder)
-    with pytest.raises(ValueError, match="of other weights, expected scores of these") as caught:
+    with pytest.raises(ValueError, match="expected scores of the weights in the folder") as caught:
         push(folder, NAME, license="mit")
     assert str(folder) in str(caught.value) and len(hub.repos[NAME].commits) == 2
 

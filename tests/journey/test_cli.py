@@ -135,7 +135,7 @@ EARLY = {  # said before anything is imported
     "push nothing me/model": "folder: got 'nothing', which is not a folder",
 }
 LATE = {
-    "convert truncated new": "truncated/model.safetensors is not a complete safetensors file",
+    "convert truncated new": "truncated/model.safetensors: got a damaged file, expected a complete",
     "convert mhla new": "is an MHLA model already",
     "convert llama new --set colour=red": "'colour'",
     "convert llama new --text none --keep 1": "--keep: got 1 without text or samples, expected None",

@@ -79,7 +79,7 @@ def test_cache_of_another_model_is_refused():
     base, model = softmax_model(), converted_model()
     cache = DynamicCache(config=base.config)
     base(tokens(1, 5), **{CACHE: cache})
-    with pytest.raises(ValueError, match="past_key_values: layer 0 holds 5 tokens of softmax"):
+    with pytest.raises(ValueError, match="past_key_values: got a cache with 5 tokens of softmax in layer 0"):
         model(tokens(1, 1), **{CACHE: cache})
     ours = DynamicCache(config=model.config)
     model(tokens(1, 5), **{CACHE: ours})

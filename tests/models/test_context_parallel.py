@@ -67,7 +67,7 @@ def one_process(rank, count, folder):
             outputs = [model(**inputs(family, SIZE), return_dict=False)[0] for model in (alone, shared)]
         assert distance(*outputs) <= 1e-5
     model = parallel(make(**MODELS["normalized"]), count)
-    with refused("hidden_states", f"15 tokens, which {count} processes", "ulysses_anything=True"):
+    with refused("hidden_states", f"15 tokens for {count} processes", "ulysses_anything=True"):
         model(**inputs("wan", (1, 6, 10)), return_dict=False)
     with pytest.raises(ValueError, match="shard: got a part of the tokens"):
         parallel(make(cpe=3), count)(**inputs("wan", SIZE, batch=2), return_dict=False)

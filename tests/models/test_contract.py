@@ -202,7 +202,7 @@ def test_damaged_weights(tmp_path, which, value, settings, word):
     with refused(f"model.layers.1.self_attn.mhla.{which.split('.')[0]}", word):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     file.write_bytes(file.read_bytes()[:-100])
-    with refused("model.safetensors is not a complete safetensors file"):
+    with refused("model.safetensors: got a damaged file, expected a complete safetensors file"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -256,7 +256,7 @@ RUNNING = {
     "cross-attention": (lambda: converted().blocks[1].attn1(torch.zeros(1, 60, 24), torch.zeros(1, 5, 24), None, None),
         "encoder_hidden_states: got a tensor, expected None"),
     "tokens without a grid": (lambda: converted("ltx")(**{**inputs("ltx"), "num_frames": None, "video_coords": COORDS}),
-        "num_frames: got None, expected the size of the latents"),
+        "num_frames: got None, expected the latents' size along this axis"),
     "tokens beyond the grid": (lambda: converted("ltx2")(**{**inputs("ltx2"), "num_frames": 2, "video_coords": COORDS}),
         "grid: got (2, 4, 5) for 60 tokens"),
     "channels first": (lambda: converted("kandinsky5")(**{**inputs("kandinsky5"), "hidden_states": torch.zeros(4, 3, 8, 8)}),
@@ -293,7 +293,7 @@ def change_config(folder, **changes):
 
 MIXING = "blocks.1.attn1.processor.mhla.mixing.weight"
 DAMAGE = {
-    "weights of more layers": (lambda folder: change_config(folder, layers=[1]), "has 'blocks.2.attn1.processor.mhla."),
+    "weights of more layers": (lambda folder: change_config(folder, layers=[1]), "weight 'blocks.2.attn1.processor."),
     "negative mixing": (lambda folder: change_config(folder, mixing_form="direct"), "got negative mixing weights"),
     "a stock checkpoint": (lambda folder: tiny_transformer("wan").save_pretrained(folder), f"'{MIXING}' (4 missing)"),
 }

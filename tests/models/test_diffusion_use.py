@@ -134,7 +134,7 @@ def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
 
 
 QUICK_BACKENDS = ("flux2", "chroma", "sd3")
-SAGE_WARNING = "mhla_hf: attention backend 'sage' rounds queries to 8 bits; PyTorch computes the softmax beside a text."
+SAGE_WARNING = "mhla_hf: attention backend 'sage' rounds queries to 8 bits; attention over text and grid uses PyTorch."
 
 
 @pytest.mark.parametrize(

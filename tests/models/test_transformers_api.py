@@ -31,7 +31,7 @@ def test_a_cache_that_does_not_reach_the_layer_is_refused(make, monkeypatch):
     """As with transformers 5.24 before this code knew its `cache=`: the second step would read nothing of the first."""
     model = make()
     monkeypatch.setattr("mhla_hf.models.language.cache.find_cache", lambda kwargs: None)
-    with refused("cache", "expected the layer's own cache", TESTED_TRANSFORMERS[1]), torch.no_grad():
+    with refused("cache", "expected as many keys as queries and no cache", TESTED_TRANSFORMERS[1]), torch.no_grad():
         cache = model(tokens(1, 12), use_cache=True)[CACHE]
         model(tokens(1, 1), **{CACHE: cache})
 

@@ -112,7 +112,7 @@ def test_bad_input(saved, tmp_path):
     for model, said in (
         (softmax_model("qwen3"), "model: got base_model_type 'qwen3', expected 'llama', as the base of "),
         (softmax_model(num_hidden_layers=5), "model: got num_hidden_layers 5, expected 3, as the base of "),
-        (mhla_hf.convert(softmax_model(), layers=[1]), "model: got one converted with other settings than "),
+        (mhla_hf.convert(softmax_model(), layers=[1]), "model: got MHLA settings unlike those of "),
         (scratch_model(), "model: got base_model_type 'mhla', expected 'llama'"),
     ):
         before = model.config.to_dict()
@@ -140,7 +140,7 @@ def test_changes_of_distillation_as_lora(tmp_path):
     coarse = mhla_hf.load_adapter(softmax_model(), tmp_path / "coarse")(ids).logits
     assert 0 < (coarse - model(ids).logits).norm() < (base(ids).logits - model(ids).logits).norm()
     model.model.norm.weight += 1
-    with refused("base: got a model whose 'model.norm.weight' differs, expected a model that differs only in"):
+    with refused("base: got a model whose 'model.norm.weight' differs from the converted model's, expected one"):
         mhla_hf.save_adapter(model, tmp_path / "adapter", base=base)
     with refused("base: got LlamaForCausalLM, whose 'model.embed_tokens.weight' does not fit the model, expected the"):
         mhla_hf.save_adapter(model, tmp_path / "adapter", base=softmax_model(vocab_size=40))

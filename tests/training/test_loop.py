@@ -126,7 +126,7 @@ def test_history_is_the_mean_since_the_last_entry(lab, tmp_path, capsys):
 @pytest.mark.parametrize("first", ["log_every", "save_every"])
 def test_numbers_that_are_not_finite(lab, tmp_path, first):
     stages = lab.lm(20, lr=1e30, max_grad_norm=1.0 if first == "save_every" else 0.0)
-    said = r"lr: got 1e\+30, with which the loss is .* at step .* of stage 'lm', expected a smaller one"
+    said = r"lr: got 1e\+30, with which the loss is .* at step .* of stage 'lm', expected a smaller learning rate"
     with pytest.raises(ValueError, match=said):
         lab.train(tmp_path / "out", stages=stages, **{"log_every": 20, "save_every": 20, first: 5})
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("out.state/step-*"))

@@ -35,13 +35,13 @@ class ReduceScatter(torch.autograd.Function):
 
 
 def shard_of_grid(config: Any, grid: Any) -> dict[str, Any]:
-    """Return the arguments of `sharded_mhla` that define which tokens this process has; longer shards come first."""
+    """Return `rank`, `edges`, and `add_up` of `sharded_mhla`, longer shards first; ValueError if equal ones are required."""
     parallel = config.context_parallel_config
     group = parallel._flattened_mesh.get_group()
     num_processes, num_tokens = dist.get_world_size(group), Blocks.grid(grid, [1] * len(grid)).length
     if num_tokens % num_processes and not (parallel.ulysses_anything or parallel.ring_anything):
-        got = f"{num_tokens} tokens, which {num_processes} processes cannot split equally"
-        raise ValueError(f"hidden_states: got {got}, expected ContextParallelConfig(ulysses_anything=True).")
+        got = f"{num_tokens} tokens for {num_processes} processes"
+        raise ValueError(f"hidden_states: got {got}, expected a multiple of these, or ulysses_anything=True.")
     size, num_longer = divmod(num_tokens, num_processes)
     return {
         "rank": dist.get_rank(group),
@@ -51,7 +51,7 @@ def shard_of_grid(config: Any, grid: Any) -> dict[str, Any]:
 
 
 class TokenShards:
-    """Forward hooks that select this process's tokens for the blocks of Wan; an object, so that a copied model copies it."""
+    """Forward hooks that pass only this process's tokens to Wan's blocks; as methods, they are copied with a model."""
 
     def __init__(self, model: Any):
         self.state, self.layout, self.config = model.mhla_state, model.config.mhla["layout"], model._parallel_config

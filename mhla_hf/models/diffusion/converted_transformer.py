@@ -2,7 +2,7 @@
 
 The control blocks of VACE and Latte's attention between frames stay softmax. SkyReels-V2 runs only without its causal mask
 over blocks of frames (num_frame_per_block of 1). In LTX-2 and Kandinsky 6, the self-attention of the video stream becomes
-MHLA. Sana's attention is linear already: MHLA with uniform mixing.
+MHLA. Sana's attention is linear already, and becomes MHLA with uniform mixing.
 """
 
 import functools

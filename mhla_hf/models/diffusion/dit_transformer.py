@@ -168,7 +168,7 @@ class MHLADiTTransformer2DModel(MHLATransformerMixin, DiTTransformer2DModel):
 
 
 def _copy_embeddings(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Copy the shared embedding for every block, a post-hook of `state_dict`: safetensors cannot save shared memory."""
+    """Post-hook of `state_dict` that copies the shared embedding for each block: safetensors cannot save shared memory."""
     for name in [name for name in state if name.startswith(f"{prefix}transformer_blocks.") and ".norm1.emb." in name]:
         if not name.startswith(f"{prefix}transformer_blocks.0.") and not isinstance(state[name], nn.Parameter):
             state[name] = state[name].clone()

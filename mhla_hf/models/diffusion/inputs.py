@@ -118,7 +118,7 @@ def read_rotary(form: str, rotary: Any, num_heads: int) -> RotaryAngles:
 
 
 def grid_of_positions(positions: Tensor, num_tokens: int) -> tuple[Any, ...]:
-    """Return (rows, columns), or for several images a tuple of pairs, from positions [T, 3] or [B, T, 3 or 4] (Flux)."""
+    """Return (rows, columns), or a tuple of pairs for several images, from Flux's positions [T, 3] or [B, T, 3 or 4]."""
     places = positions.reshape(-1, num_tokens, positions.shape[-1])[0, :, 1:3].long().cpu()
     first_tokens = (places == 0).all(-1).nonzero().flatten().tolist()
     images = places.tensor_split(first_tokens[1:])
@@ -164,6 +164,6 @@ def read_grid(kind: DiffusionKind, config: Any, latents: Tensor, arguments: Mapp
         argument = f"num_{name}" if name == "frames" else name
         side = sizes[name] if name in sizes else arguments.get(argument)
         if side is None:
-            raise ValueError(f"{argument}: got None, expected the size of the latents, which gives the grid of tokens.")
+            raise ValueError(f"{argument}: got None, expected the latents' size along this axis.")
         grid.append(side // step)
     return tuple(grid)

@@ -18,13 +18,13 @@ from ..families import DiffusionKind
 from .context_parallel import shard_of_grid
 from .inputs import attention_parts, project_heads, read_rotary
 
-# A tuple of members, because torch.compile cannot look into their names.
+# Found here and not in each call, because torch.compile cannot read the values of this enum.
 EIGHT_BIT_BACKENDS = tuple(backend for backend in AttentionBackendName if "sage" in backend.value)
 
 
 @functools.cache
 def warn_of_backend(backend: AttentionBackendName) -> None:
-    message = "mhla_hf: attention backend %r rounds queries to 8 bits; PyTorch computes the softmax beside a text."
+    message = "mhla_hf: attention backend %r rounds queries to 8 bits; attention over text and grid uses PyTorch."
     CORE_LOG.warning(message, backend.value)
 
 
@@ -122,7 +122,7 @@ class MHLAAttnProcessor(GridAttnProcessor):
         rotary_emb_kv: Any = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend from T tokens, all or (context parallelism) this process's, to the whole grid: [B, T, C] -> [B, T, C].
+        """Attend to the whole grid, [B, T, C] -> [B, T, C]; T tokens are all, or this process's in context parallelism.
 
         `perturbation_mask` [B, 1, 1] is the fraction of attention in the output, the rest is v; `all_perturbed` says whether
         all of it is 0 (LTX-2). In self-attention, `key_rotary_emb` is None, and `rotary_emb_kv` is `rotary_emb`.
@@ -165,7 +165,7 @@ class TextGridAttnProcessor(GridAttnProcessor):
     def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Compute `softmax_attention` by diffusers' backend, or by PyTorch if that would round q's added score to 8 bits."""
+        """Call diffusers' backend; `softmax_attention` if that rounds to 8 bits: a channel of q may hold a score."""
         backend = self._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
         if backend in EIGHT_BIT_BACKENDS:
             if not torch.compiler.is_compiling():
@@ -174,7 +174,7 @@ class TextGridAttnProcessor(GridAttnProcessor):
         return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=backend)
 
     def count_text(self, num_tokens: int) -> int:
-        """Return the number of text tokens in one sequence of text and grid."""
+        """Return how many of `num_tokens` of text and grid are text; raise ValueError if the grid alone has more."""
         grid = self.state.current_grid()
         num_text = num_tokens - sum(map(math.prod, split_grids(grid)))
         if num_text < 0:
@@ -251,7 +251,7 @@ class FusedJointAttnProcessor(TextGridAttnProcessor):
 def text_masks(
     mask: Tensor | None, num_text: int, num_grid: int, text_last: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Split a mask, [B, S] or [B, 1, 1 or S + T, S + T], bool or added to the scores, into the two of `TextTokens`."""
+    """Make the two masks of `TextTokens` from one, [B, S] or [B, 1, 1 or S + T, S + T], bool or added to the scores."""
     if mask is None:
         return None, None
     if mask.ndim == 2:

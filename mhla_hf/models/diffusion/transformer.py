@@ -181,9 +181,9 @@ class MHLATransformerMixin:
         model, info = super().from_pretrained(path, output_loading_info=True, **kwargs)  # type: ignore[misc]
         if missing := sorted(info["missing_keys"]):
             expected = f"all weights of {cls.__name__}; convert a model without MHLA layers by mhla_hf.convert"
-            raise ValueError(f"{path}: has no {missing[0]!r} ({len(missing)} missing), expected {expected}.")
+            raise ValueError(f"{path}: got no weight {missing[0]!r} ({len(missing)} missing), expected {expected}.")
         if unknown := sorted(key for key in info["unexpected_keys"] if ".mhla." in key):
-            raise ValueError(f"{path}: has {unknown[0]!r}, expected only the MHLA layers of its config.json.")
+            raise ValueError(f"{path}: got the weight {unknown[0]!r}, expected none beyond config.json's MHLA layers.")
         check_loaded_weights(model)
         return (model, info) if returns_info else model
 

@@ -32,7 +32,7 @@ def mhla_encoder_attention(
 
 
 def encoder_softmax_is_exact(core: Any, num_tokens: int) -> bool:
-    """Return whether plain softmax gives a core's output: no token is far from another, and none of its parameters learns.
+    """Return whether plain softmax gives a core's output: every token is in the window, and no parameter of the core learns.
 
     While parameters learn, the core must run: in distributed training, every process needs gradients, even if all are zero.
     """
@@ -62,9 +62,9 @@ def find_encoder_attentions(model: nn.Module) -> dict[int, Any]:
 def pass_rows(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Add `mhla_rows` if there is padding: the index of each row's first real token [B], and which are real, bool [B, T].
+    """Add `mhla_rows` if there is padding: the index of each row's first real token [B], and a mask of real ones [B, T].
 
-    The indices are None if all rows begin with a real token; otherwise positions, unless given, count from that index.
+    Instead of the indices, it has None if all rows begin with a real token; else positions, unless given, count from them.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = kwargs.get("attention_mask")

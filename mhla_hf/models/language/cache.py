@@ -1,7 +1,7 @@
 """The MHLA layer of a KV cache: at first use, an attention module puts it into a `Cache`, in place of its cache layer.
 
-It is a linear attention layer for transformers, so that softmax layers of a hybrid do not size their masks by it, and also
-an attention layer, so that a cache of MHLA layers alone knows its length.
+It has two base classes: because it is a linear attention layer, transformers does not size the masks of softmax layers by
+it; because it is an attention layer, a cache that has only MHLA layers knows its length.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.plan: Any = (-1, None)  # a leader's `seen_tokens` before its last plan, and that plan
 
     def shared_plan(self, make: Callable[[], Any], device: torch.device) -> Any:
-        """Return the plan of a one-token step: the leader's, if made for the same length and device, else a new one."""
+        """Return the plan of a one-token step (slots, masks): the leader's if it fits length and device, else a new one."""
         if torch.compiler.is_compiling() or isinstance(self.seen_tokens, Tensor):
             return make()
         if self.leader is self:
@@ -99,13 +99,13 @@ class MHLACacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self.state is None or tokens_to_remove == 0:
             return
         if not 0 < -tokens_to_remove <= self.state.block_size:
-            expected = f"{-self.state.block_size} to 0: a cache takes back at most a block (see num_assistant_tokens)"
+            expected = f"{-self.state.block_size} to 0, at most one block; lower num_assistant_tokens"
             raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected {expected}.")
         if self.padded is not None:
             is_real, columns = self.padded
             num_removed = int(columns) - int(self.seen_tokens) - tokens_to_remove  # of that call's columns
             if num_removed > 0 and not bool(is_real[:, -num_removed:].all()):
-                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, some of them padding, expected real ones.")
+                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, including padding, expected real tokens.")
         self.state.crop(-tokens_to_remove)
         self.seen_tokens += tokens_to_remove
         if self.softmax is not None:
@@ -135,8 +135,8 @@ def take_cache_layer(kwargs: dict[str, Any], layer_idx: int, keeps_softmax: bool
     if isinstance(layer, MHLACacheLayer):
         return layer
     if isinstance(layer, CacheLayerMixin) and layer.is_initialized and layer.get_seq_length():
-        held = f"layer {layer_idx} holds {layer.get_seq_length()} tokens of softmax keys and values"
-        raise ValueError(f"past_key_values: {held}, expected an empty cache or one that this model filled.")
+        got = f"a cache with {layer.get_seq_length()} tokens of softmax in layer {layer_idx}"
+        raise ValueError(f"past_key_values: got {got}, expected an empty cache or one that this model filled.")
     static = isinstance(layer, StaticLayer)
     length = layer.max_cache_len if static else None
     if keeps_softmax and static and layer.is_initialized:

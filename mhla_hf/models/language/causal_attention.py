@@ -1,8 +1,8 @@
 """Replaces softmax attention with an MHLA core in the attention modules of transformers' language models.
 
 The base keeps its projections, norms, and RoPE, and calls an attention function: ours, `mhla_attention`, in converted
-modules. What the base does not pass to it, such as `mhla_padding` (see `pass_padding`) and `mhla_cache`, travels as keyword
-arguments. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
+modules. What the base itself does not pass to it, such as `mhla_padding` (see `pass_padding`) and `mhla_cache`, goes through
+the base as keyword arguments. Heads that keep softmax go to the base's own attention function (`SoftmaxHeads`).
 """
 
 import sys
@@ -71,13 +71,13 @@ class SoftmaxHeads(nn.Module):
         self.eager = sys.modules[base.__module__].eager_attention_forward
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, cache: Any, **options: Any) -> Tensor:
-        """Attend by softmax, to [B, T, H, V]. Keys and values go into `cache.softmax`, if there is one."""
+        """Return softmax attention [B, T, H, V]. With a cache, append keys and values to `cache.softmax`, and read all."""
         if cache is not None:
             key, value = cache.softmax.update(key, value)
         return self.selected_function()(self, query, key, value, **options)[0]
 
     def selected_function(self) -> Callable[..., Any]:
-        """Return the model's attention function; not in `forward`, or `is_attention` would be true of this class."""
+        """Return the model's attention function. If `forward` looked it up, `is_attention` would be true of this class."""
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
 
 
@@ -106,7 +106,7 @@ class MatrixMixer:
 
 
 class SoftmaxMixer(MatrixMixer):
-    """Mixin of windowed layers: heads that keep softmax use the base's, and so do all while no token is dropped."""
+    """Mixin of windowed layers: softmax heads call the base's attention, and so do all heads while no token is dropped."""
 
     def attend_with_softmax(
         self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any],
@@ -140,7 +140,7 @@ class SoftmaxMixer(MatrixMixer):
 
 
 def softmax_is_exact(attention: Any, num_tokens: int, attention_mask: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether the base's own attention gives the output of all new tokens, because they see all earlier ones."""
+    """Return whether the base's attention may compute all heads of a call: MHLA surely drops no token of it yet."""
     softmax, core = getattr(attention, "softmax_heads", None), attention.mhla
     if not isinstance(softmax, SoftmaxHeads) or torch.compiler.is_compiling():  # vLLM has another class
         return False
@@ -189,14 +189,15 @@ def keep_softmax_heads(attention: Any, heads: Sequence[int]) -> None:
 def pass_padding(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Return the arguments of a headless model's forward, with what its layers need of padding or packed sequences.
+    """Return the arguments of a headless model's forward, and add what its layers need for padding or packed sequences.
 
-    `mhla_padding` is the index of each row's first real token, int64 [B], and which are real, bool [B, T]. Positions, unless
+    `mhla_padding` has the index of each row's first real token, int64 [B], and a mask of real ones [B, T]. Positions, unless
     the caller passes them, count only real tokens, so that padding does not change outputs.
     """
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     if not isinstance(pages := kwargs.get("cache"), Cache | None):  # of transformers' continuous batching
-        raise ValueError(f"cache: got {type(pages).__name__}, expected a Cache of transformers, which is not paged.")
+        got = f"{type(pages).__name__}, of continuous batching"
+        raise ValueError(f"cache: got {got}, expected a Cache; call generate(), or serve the model with vLLM.")
     inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if inputs is None:
         return (), kwargs

@@ -67,7 +67,7 @@ class MHLAConfig(PreTrainedConfig):
         settings = MHLASettings.from_dict(PAPER_SETTINGS if self.mhla is None else self.mhla)
         all_layers = list(range(self.num_hidden_layers))
         if settings.resolve_layers(len(all_layers)) != all_layers:
-            raise ValueError(f'layers: got {settings.layers!r}, expected "all": only converted models are hybrid.')
+            raise ValueError(f'layers: got {settings.layers!r}, expected "all", as only converted models keep softmax.')
         settings.layers = all_layers
         self.mhla = settings.to_dict()
         super().__post_init__(**kwargs)

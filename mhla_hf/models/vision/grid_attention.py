@@ -16,7 +16,7 @@ GRID_ATTENTION_NAME = f"mhla_grid_{NAMESPACE}"
 
 
 class GridCall(NamedTuple):
-    """The grid and the layer's input [B, T, C], passed as `attention_mask`, which reaches the attention function."""
+    """The grid and the layer's input [B, T, C], in place of `attention_mask`, which the attention function receives."""
 
     grid: tuple[int, ...]
     hidden_states: Tensor

@@ -146,7 +146,7 @@ class MHLAVisionConfig(PreTrainedConfig):
         """Raise ValueError if sizes do not fit together; called by the validation of `strict`."""
         if self.stem == "conv" and self.patch_size != 4:
             raise ValueError(f'patch_size: got {self.patch_size}, expected 4 with stem "conv".')
-        unit = 4 if self.positions == "rope" else 1  # pairs, half by the row and half by the column
+        unit = 4 if self.positions == "rope" else 1  # RoPE rotates pairs of channels, half by row, half by column
         for stage in self.stage_list():
             width, heads = stage["hidden_size"], stage["num_heads"]
             if width % heads or width // heads % unit:

@@ -323,7 +323,7 @@ class MHLAVisionModel(MHLAVisionPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)
 
     def padded(self, pixel_values: Tensor) -> Tensor:
-        """Cast images to the model's dtype, and pad them with zeros on all sides if `config.pad_to_blocks`."""
+        """Cast images to the model's dtype, and zero-pad them if `config.pad_to_blocks`; ValueError if shapes do not fit."""
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.config.num_channels:
             expected = f"[B, {self.config.num_channels}, height, width]"
             raise ValueError(f"pixel_values: got shape {tuple(pixel_values.shape)}, expected {expected}.")

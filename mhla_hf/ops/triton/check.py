@@ -27,7 +27,7 @@ def kernel_fault(device: torch.device) -> str | None:
     if device in KERNEL_FAULTS:
         return KERNEL_FAULTS[device]
     if is_capturing(device):
-        return "a CUDA graph is being captured, and no call came before it to check the Triton kernels"
+        return "a CUDA graph is being captured before any call of mhla has checked the Triton kernels"
     fault = None
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):

@@ -1,7 +1,7 @@
 """What all kernels share: matrix products, and how tokens, tiles, and states are located and read.
 
-Triton's interpreter, in which kernels run on CPU tensors, rounds wrongly to bf16: all products go through `dot`, and all
-else is computed in fp32.
+Triton's interpreter, in which kernels run on CPU tensors, rounds wrongly to bf16, so matrix products go through `dot`,
+which avoids that, and all else is computed in fp32.
 
 A tensor [B, T, H, W] enters a kernel as a tuple (pointer, stride of the row, of the token, of the head); its last axis is
 contiguous. BT, BK, and BV are tile sizes along tokens and the widths K and V; "lanes" are indices along a width.

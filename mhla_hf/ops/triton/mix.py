@@ -24,7 +24,7 @@ def mix_kernel(
     """Compute p[i] = sum_j m[i, j] s[j] or, with TRANSPOSED, sum_j m[j, i] s[j]; each program computes a [BM, BX] tile.
 
     p, s: [B, num_heads, num_blocks, X] and [B, heads, num_columns, X].
-    heads_per_source: Number of consecutive heads of p that read the same head of s; 1 if `sources_per_head` is more.
+    heads_per_source: Number of consecutive heads of p that read the same head of s; 1 if `sources_per_head` exceeds 1.
     sources_per_head: Number of consecutive heads of s and m that are summed for each head of p.
     TRIANGLE: 0 to sum over all j, 1 over j < i, 2 over j > i.
     """
@@ -73,7 +73,7 @@ def mix_kernel(
 def mix(mixing: Tensor, s: Tensor, num_heads: int, *, causal: bool = False, transposed: bool = False) -> Tensor:
     """Compute sum_j m_ij s_j or, with `transposed`, sum_j m_ji s_j: [B, G, N, ...] -> [B, num_heads, M, ...].
 
-    If `num_heads` is less than G, neighboring heads are summed. If causal, j < i or, with `transposed`, j > i.
+    If `num_heads` is less than G, neighboring heads are summed. If causal, only j < i count (j > i with `transposed`).
     """
     batch, num_source_heads, num_columns = s.shape[:3]
     width = s[0, 0, 0].numel()

@@ -126,7 +126,7 @@ class KernelCall:
         self.mixing = contiguous_rows(inputs.mixing.float())
         self.has_starts = inputs.starts is not None
         self.num_chunks = triton.cdiv(self.key_blocks.span, CHUNK) if inputs.causal else None
-        # Query heads that share both a KV head and the mixing matrix read the same state.
+        # Query heads that share both a KV head and the mixing matrix read the same mixed summaries (states).
         num_heads, num_kv_heads = self.q.shape[2], self.k.shape[2]
         self.num_state_heads = num_heads if self.mixing.dim() == 3 else num_kv_heads
         self.queries_per_state = num_heads // self.num_state_heads

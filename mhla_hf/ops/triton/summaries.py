@@ -75,8 +75,8 @@ def summaries(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute the sums of k v^T and, `with_z`, of k over every block or, if causal, over every chunk.
 
-    Neighboring heads are summed: s is [B, num_heads, M or M * chunks, K, V], and z the same without V. v_factor [B, T, H]
-    multiplies v, and z_factor [B, T, H] multiplies k in the sum of k.
+    Neighboring heads are summed, so that `num_heads` are left: s is [B, num_heads, M or M * chunks, K, V], and z the same
+    without V. v_factor [B, T, H] multiplies v, and z_factor [B, T, H] multiplies k in the sum of k.
     """
     batch, _, total_heads, key_width = k.shape
     value_width = v.shape[3]
@@ -116,7 +116,7 @@ def summaries(
 
 
 def part_span(span: int, num_sums: int) -> int:
-    """Return the tokens per part: as many as `ENOUGH_PROGRAMS` allows, but at least `MIN_PART_TOKENS` or a whole block."""
+    """Return the tokens per part: for about `ENOUGH_PROGRAMS` parts in all, but at least `MIN_PART_TOKENS` or a block."""
     num_parts = max(1, min(span // MIN_PART_TOKENS, triton.cdiv(ENOUGH_PROGRAMS, num_sums)))
     return triton.cdiv(triton.cdiv(span, num_parts), CHUNK) * CHUNK
 

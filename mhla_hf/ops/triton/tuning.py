@@ -55,7 +55,7 @@ class TunedKernel:
             self.tuner = tune(self.jitted)
 
     def choices(self, constants: dict[str, Any]) -> list[Any]:
-        """Return the `triton.Config`s that fit the shared memory of this GPU, or the last one if none does."""
+        """Return the `triton.Config`s that fit the shared memory of this GPU, or only the last one if none fits."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         available = getattr(properties, "shared_memory_per_block_optin", 65536)
         configurations = self.configurations(constants)
@@ -114,8 +114,8 @@ def shared_bytes(DOT: str, config: dict[str, int]) -> int:
 def dot_kind(*tensors: Tensor) -> str:
     """Return the DOT constant (see `dot`) for products of these tensors.
 
-    fp16 tensors take tf32, which represents fp16 numbers exactly, and intermediate results beyond the range of fp16. On AMD
-    GPUs, all but bf16 take "ieee".
+    fp16 tensors take tf32, which holds fp16 numbers exactly and intermediate results beyond the range of fp16. On AMD GPUs,
+    all tensors but bf16 take "ieee".
     """
     dtypes = {x.dtype for x in tensors}
     if dtypes == {torch.bfloat16}:

@@ -14,7 +14,7 @@ def two_way_reference(
     q: Tensor, k: Tensor, v: Tensor, far: FarPart, options: WindowedOptions, *, key_mask: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `two_way_attention`, [B, T, H, V] in fp32, or in fp64 if q is."""
+    """Compute `two_way_attention`: [B, T, H, V] in fp32, or in fp64 if q is fp64."""
     q_features, k_features, log_decay, balance = far
     dtype = torch.promote_types(q.dtype, torch.float32)
     num_tokens, queries_per_kv = q.shape[1], q.shape[2] // k.shape[2]
@@ -22,7 +22,7 @@ def two_way_reference(
     query_block, key_block, visible = token_relations(q, k, blocks, blocks, False, key_mask, None, starts)
     distance = (query_block[:, :, None] - key_block[:, None, :]).abs()
     near, is_far = ((visible & x)[:, None] for x in (distance < options.window, distance >= options.window))
-    # Zero queries that see no key, and keys that no query sees: if they hold NaN, gradients of 0 would become NaN.
+    # Queries that see no key, and keys that no query sees, are set to 0: NaN there would turn gradients of 0 into NaN.
     q, q_features = (torch.where(visible.any(2)[..., None, None], x, 0) for x in (q, q_features))
     k, k_features, v = (torch.where(visible.any(1)[..., None, None], x, 0) for x in (k, k_features, v))
     mixing = torch.exp(log_decay.to(dtype)[:, None, None] * distance[:, None]).repeat_interleave(queries_per_kv, 1)
@@ -54,7 +54,7 @@ def salient_reference(
     q: Tensor, k: Tensor, v: Tensor, options: WindowedOptions, *, starts: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `salient_attention`, [B, T, H, V] in fp32, or in fp64 if q is."""
+    """Compute `salient_attention`: [B, T, H, V] in fp32, or in fp64 if q is fp64."""
     dtype, num_tokens, group = torch.promote_types(q.dtype, torch.float32), q.shape[1], q.shape[2] // k.shape[2]
     blocks = Blocks.sequence(num_tokens, options.block_size)
     query_block, key_block, visible = token_relations(q, k, blocks, blocks, True, None, cu_seqlens, starts)
@@ -77,7 +77,7 @@ def salient_reference(
     votes = (weight * VOTE_UNITS).round().sum(2)  # [B, G, S]
     order = votes.argsort(descending=True, stable=True).argsort()
     is_better = (order[..., None, :] < order[..., None]).to(score.dtype)  # [B, G, S, S']
-    place = left[:, None].to(score.dtype) @ is_better.mT  # its rank among all that have left the query's window
+    place = left[:, None].to(score.dtype) @ is_better.mT  # each key's rank among those that have left the window
     salient = left[:, None] & (place < options.salient)  # [B, G, T, S]
     weight = softmax((near[:, None] | salient)[:, :, None]).flatten(1, 2)
     return torch.einsum("bhts,bshv->bthv", weight, v.to(dtype).repeat_interleave(group, 2))

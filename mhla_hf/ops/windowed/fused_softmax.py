@@ -129,7 +129,7 @@ def same_width(*tensors: Tensor) -> list[Tensor]:
 
 
 def make_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask to add to scores: 0 where `visible` [..., S] is True, else a number low enough for `no_key`."""
+    """Return the mask to add to scores: 0 where `visible` [..., S] is True, else half the lowest number of `dtype`."""
     num_keys = visible.shape[-1]
     mask = torch.zeros(*visible.shape[:-1], num_keys + -num_keys % ALIGNMENT, dtype=dtype, device=visible.device)
     return mask[..., :num_keys].masked_fill_(~visible, torch.finfo(dtype).min / 2)

@@ -1,9 +1,9 @@
 """Causal softmax over a window, sinks, and salient tokens: those of the past that a KV head attended to most.
 
 A token of block b leaves the window when block b + window begins. In block b + window - 1, every `VOTE_EVERY`-th query votes
-for it by its softmax weight over window and sinks, the largest among the query heads that share the KV head. Of all tokens
-that have left the window, the N = `options.salient` with the most votes stay visible; ties go to the earlier token. Votes
-for tokens that have left are final, so a dropped one never comes back, and N slots suffice. The choice has no gradient.
+for the token: a vote is its weight in a softmax over window and sinks, the largest among the query heads that share the KV
+head. Of all tokens that have left the window, the N = `options.salient` with the largest sums of votes stay visible; ties go
+to the earlier. These sums are final, so a dropped token never comes back, and N slots suffice. The choice has no gradient.
 
 Votes are rounded to multiples of 1 / VOTE_UNITS, so that their sum does not depend on the order. A token's rank is an int64
 with its votes in the high bits and its inverted position in the low bits; larger is better, and -1 stands for no token.
@@ -33,32 +33,32 @@ def voting_places(options: WindowedOptions) -> slice:
 
 
 def rank_tokens(votes: Tensor, position: Tensor, is_candidate: Tensor) -> Tensor:
-    """Return the ranks of tokens; -1 for those that are no candidates."""
+    """Return the ranks of tokens, or -1 for those that cannot be salient, where `is_candidate` is False."""
     last = 2**POSITION_BITS - 1
     return ((votes.long() << POSITION_BITS) + (last - position)).masked_fill(~is_candidate, -1)
 
 
 def position_of(rank: Tensor) -> Tensor:
-    """Return the positions of tokens of these ranks; arbitrary for -1."""
+    """Return the positions of the tokens with these ranks; arbitrary where a rank is -1."""
     last = 2**POSITION_BITS - 1
     return last - (rank & last)
 
 
 def count_votes(score: Tensor, lse: Tensor, is_vote: Tensor) -> Tensor:
-    """Sum the votes of T queries for C tokens, int32 [..., C], from score [..., H / G, T, C] and lse [..., H / G, T]."""
+    """Sum the votes of T queries where `is_vote`: int32 [..., C]. Shapes: score [..., H / G, T, C], lse [..., H / G, T]."""
     weight = torch.exp(score - lse[..., None]).amax(-3)
     return torch.where(is_vote, (weight * VOTE_UNITS).round(), 0).sum(-2).to(torch.int32)
 
 
 class KeyLists(NamedTuple):
-    """The keys that the queries of M blocks see, as places among P tokens. C is the block size, S the number of sinks."""
+    """Window and sinks of M blocks of queries, as places among P tokens. C is the block size, S the number of sinks."""
 
     k: Tensor  # [B, G, P, D], keys of the tokens
     v: Tensor  # [B, G, P, V], their values
     block: Tensor  # int64 [B or 1, M], the index of each block in its sequence
     near: Tensor  # int64 [B or 1, M, S + window * C], the places of sinks and window
     is_near: Tensor  # bool, same shape, which of these places hold keys
-    is_full: bool  # whether these are whole rows from position 0 on, without padding
+    is_full: bool  # whether the tokens are whole rows from position 0 on, without padding
 
     def rows(self, near: Tensor, num_kv_heads: int) -> Tensor:
         """Turn places [B or 1, G or 1, m, L] into rows of the flattened k and v, [B * m, G, L]."""
@@ -161,7 +161,7 @@ def salient_attention(
 def list_sequences(
     k: Tensor, v: Tensor, valid: Tensor, block: Tensor, options: WindowedOptions, is_full: bool
 ) -> KeyLists:
-    """List the keys of M blocks if all sequences begin in k and v [B, M * C, G, ...], not in a state; see `list_keys`."""
+    """List the keys of M blocks of k and v [B, M * C, G, ...] that no decoder state precedes; see `list_keys`."""
     size, device = options.block_size, k.device
     place = torch.arange((1 - options.window) * size, len(block) * size, device=device)[None]
     sinks = (torch.arange(len(block), device=device) - block)[:, None] * size
@@ -183,7 +183,7 @@ def list_keys(
     windows = place.unfold(1, window * size, size)  # [B or 1, M, window * C]
     distance = torch.arange(window, device=place.device).repeat_interleave(size) - (window - 1)
     is_token = (block[..., None] + distance >= 0) & (windows >= 0)
-    # While block 0 is in the window, the sinks are listed as part of it.
+    # While block 0 is in the window, the sinks are listed as part of the window.
     is_sink = (block >= window)[..., None] & (sinks >= 0)
     near, is_near = (
         torch.cat([x.expand(batch, num_blocks, -1) for x in parts], 2)
@@ -213,7 +213,7 @@ def choose_salient(
 def attend_to_lists(q: Tensor, keys: KeyLists, chosen: SalientTokens, options: WindowedOptions) -> Tensor:
     """Compute the outputs [B, M * C, H, V] of queries q [B, M * C, H, D] over listed keys and chosen salient tokens."""
     size, window, num_blocks, num_kv_heads = options.block_size, options.window, keys.block.shape[1], keys.k.shape[1]
-    # In a run without padding, no token is dropped before block `first`, and each block from `full` on has N salient tokens.
+    # If `keys.is_full`, no token is dropped before block `first`, and each block from `full` on has N salient tokens.
     first = min(options.tokens_before_drop // size, num_blocks) if keys.is_full else 0
     full = min(window + -(-(options.salient + options.sinks) // size), num_blocks) if keys.is_full else num_blocks
     flat_k, flat_v = (x.flatten(0, 2) for x in (keys.k, keys.v))

@@ -3,8 +3,8 @@
 A ring holds the window and one more block, so that `crop` can remove up to a block. Every row has its own position.
 
 There are two functions for a single new token. `salient_step` always does the same work and reads no value on the host, so
-one graph serves all: it compares one token of the block that has just left the window with the salient ones. On a CPU
-without a graph, `eager_step` does only what is due: it compares a block when that leaves, and counts votes if any are cast.
+one graph serves all steps: each compares one token of the block that has just left the window with the salient ones. On a
+CPU without a graph, `eager_step` compares all tokens of a block when it leaves, and counts votes only if any are cast.
 """
 
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ class SalientState(RowState):
     """The decoder state of B rows: S slots (sinks, and a ring of `window + 1` blocks) and N salient tokens per KV head.
 
     k and v have the S slots first, then the salient tokens. When a block leaves the window, its tokens stay in the ring
-    until they have been compared with the salient ones; until then, the N best of these and the salient tokens are visible.
+    until they have been compared with the salient ones; until then, the N tokens of highest rank among both are visible.
     """
 
     block_size: int  # tokens per block, C
@@ -108,7 +108,7 @@ class SalientState(RowState):
     valid: Tensor  # bool [B, S], the slots of sinks and ring that hold a token
     rank: Tensor  # int64 [B, G, N], the ranks of the salient tokens; -1 for an empty slot
     cast: Tensor  # int32 [B, G, C], the votes so far for the oldest block in the window of the last token
-    final: Tensor  # int32 [B, G, C], the votes for the block that left it last; -1 for sinks, or once all are compared
+    final: Tensor  # int32 [B, G, C], the votes for the block that last left the window; -1 if not to be compared
 
     @staticmethod
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
@@ -131,7 +131,7 @@ class SalientState(RowState):
 
     @torch.no_grad()
     def fill(self, k: Tensor, v: Tensor, sinks: int) -> None:
-        """Write T tokens of every row into the empty sinks and ring; salient tokens and votes stay as they are."""
+        """Write the sinks and the newest of T tokens per row into empty slots, and add T to `position`; keep the votes."""
         num_slots, token = self.valid.shape[1], torch.arange(k.shape[1], device=k.device)
         kept = torch.cat([token[:sinks], token[max(sinks, len(token) - num_slots + sinks) :]])
         slots = ring_slot(kept, num_slots, sinks)
@@ -144,7 +144,7 @@ class SalientState(RowState):
         """Remove the last `count` tokens of every row.
 
         Raises:
-            ValueError: If a row has fewer tokens, or the ring has overwritten tokens that would be needed.
+            ValueError: If a row has fewer than `count` tokens, or the ring has overwritten tokens that would be needed.
         """
         torch.maximum(self.furthest, self.position, out=self.furthest)
         behind = int((self.furthest - self.position).max()) + count
@@ -232,11 +232,11 @@ def continue_salient(
 def start_salient(
     q: Tensor, k: Tensor, v: Tensor, state: SalientState, options: WindowedOptions, attends: bool = True
 ) -> Tensor:
-    """Compute `continue_salient` for rows without padding and an empty state; unless `attends`, only fill the state."""
+    """Compute `continue_salient` without padding from an empty state; unless `attends`, only fill it, without outputs."""
     num_tokens, size, o = q.shape[1], options.block_size, v.new_empty(0)
     if attends and num_tokens <= options.tokens_before_drop:
         o, attends = causal_softmax(q, k, v, options.scale), False
-    if num_tokens > (options.window - 1) * size:  # otherwise no token has voted or left
+    if num_tokens > (options.window - 1) * size:  # otherwise, no query has voted, and no token has left the window
         block = torch.arange((num_tokens + size - 1) // size, device=q.device)
         length = len(block) * size
         valid = torch.arange(length, device=q.device)[None] < num_tokens
@@ -255,7 +255,7 @@ def start_salient(
 def write_salient(
     state: SalientState, chosen: SalientTokens, keys: KeyLists, end: Tensor, options: WindowedOptions
 ) -> None:
-    """Update the salient tokens and votes, but not the position, of a state after new tokens up to `end` int64 [B]."""
+    """Update the salient tokens and votes (not the position) of a state after new tokens, which end at `end` int64 [B]."""
     num_slots, rows, heads = state.valid.shape[1], *(torch.arange(n, device=end.device) for n in state.rank.shape[:2])
     done = torch.maximum(state.position, state.furthest)
     # Index of the last block among the new ones. Rows that only refill cropped positions keep their salient tokens.
@@ -277,8 +277,8 @@ def salient_step(
 ) -> Tensor:
     """Compute `continue_salient` for one token of every row.
 
-    The computation does not depend on positions, so one compiled graph serves all steps. Rows with `starts` of 1 do not take
-    part: they get zeros, and their position, votes, and salient tokens stay as they are.
+    The computation does not depend on positions, so one compiled graph serves all steps. Rows whose token is padding
+    (`starts` of 1 in `plan_step`) get zeros, and their position, votes, and salient tokens stay as they are.
     """
     num_slots, num_kv_heads, rows = state.valid.shape[1], k.shape[2], torch.arange(len(q), device=q.device)
     for held, new in ((state.k, k[:, 0]), (state.v, v[:, 0])):
@@ -391,9 +391,9 @@ def eager_step(
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by one token of N rows, q [N, G, H / G, D], to k [N, G, S, D] and v [N, G, S, V], with a mask to add.
+    """Compute attention for one token per row, q [n, G, H / G, D], over k [n, G, L, D] and v [n, G, L, V].
 
-    Returns o [N, G, H / G, V] in v's dtype, and the scores [N, G, H / G, S] in at least fp32.
+    Returns o [n, G, H / G, V] in v's dtype, and the scores, mask added, [n, G, H / G, L] in at least fp32.
     """
     dtype = torch.promote_types(k.dtype, torch.float32)
     q, k = q.to(dtype), k.to(dtype)

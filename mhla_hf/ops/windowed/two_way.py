@@ -53,7 +53,7 @@ def two_way_attention(
         starts: int64 [B], the first real token of each row, at which its blocks begin; None if rows begin with one.
 
     Returns:
-        [B, T, H, V] in the dtype of the sums: fp32, or fp64 if an input is.
+        [B, T, H, V] in the dtype of the sums: fp32, or fp64 for fp64 inputs.
     """
     size, aligned = options.block_size, align_blocks(q, options.block_size, key_mask, starts, None)
     q, k, v, q_features, k_features = aligned.tokens.move(q, k, v, far.q, far.k)
@@ -168,7 +168,7 @@ def scatter_windows(grad: Tensor, x: Tensor, size: int) -> Tensor:
 def block_summaries(k_features: Tensor, v: Tensor, size: int) -> Tensor:
     """Compute the summary of each block, [B, G, M, F, V + 1]: the sum of k v^T (paper eq. 4) and, as last column, of k.
 
-    It is in fp32 or, if an input is, in fp64.
+    It is in fp32, or in fp64 if k_features or v is fp64.
     """
     dtype = torch.promote_types(torch.promote_types(k_features.dtype, v.dtype), torch.float32)
     k_features, v = (x.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4).to(dtype) for x in (k_features, with_ones(v)))

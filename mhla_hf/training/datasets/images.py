@@ -58,7 +58,7 @@ class LabeledImages:
         return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": label2id}
 
     def renumber_for(self, config: Any, argument: str = "data", order: Sequence[str] = ()) -> "LabeledImages":
-        """Return these images with a model's class numbers, by class name or, if the model knows no name, in order.
+        """Return these images with a model's class numbers: by class name or, if the model knows none of them, by position.
 
         For test images, `order` is the class names of the training data, which must include those of the test images.
         """
@@ -143,12 +143,13 @@ def open_images(data: Any, split: str = "train", labeled: bool = True) -> Labele
             return _open_folder(path, split, labeled)
         data = load_split(name, split=split)
     elif not hasattr(data, "features") or not hasattr(data, "__len__"):
-        raise TypeError(f"data: got {type(data).__name__}, expected a folder, a dataset or a pair of tensors.")
+        expected = "a folder, a Hub id, one split of a dataset (no stream), or a pair of tensors"
+        raise TypeError(f"data: got {type(data).__name__}, expected {expected}.")
     types = {column: type(feature).__name__ for column, feature in data.features.items()}
     image_columns = [column for column, kind in types.items() if kind == "Image"]
     label_columns = [column for column, kind in types.items() if kind == "ClassLabel" or column in ("label", "labels")]
     if not image_columns or (labeled and not label_columns):
-        expected = "one of images and one of labels" if labeled else "one of images"
+        expected = "a column of images and one of labels" if labeled else "a column of images"
         raise ValueError(f"data: got {name!r} with the columns {list(types)}, expected {expected}.")
     images = data[image_columns[0]]
     labels = list(data[label_columns[0]]) if labeled else [0] * len(images)
@@ -157,7 +158,7 @@ def open_images(data: Any, split: str = "train", labeled: bool = True) -> Labele
 
 
 def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
-    """Open a folder with one folder of images per class. Images are identified by path and size."""
+    """Open a folder with one folder of images per class. `identity` hashes the paths and sizes in bytes."""
     split_folders = (folder / name for name in SPLIT_FOLDERS[split])
     root = next((path for path in split_folders if path.is_dir()), folder)
     other_split = SPLIT_FOLDERS["test" if split == "train" else "train"]
@@ -165,7 +166,7 @@ def _open_folder(folder: Path, split: str, labeled: bool) -> LabeledImages:
         got = f"{str(folder)!r} with {others[0]!r} and nothing to {split} on"
         raise ValueError(f"data: got {got}, expected {split}/CLASS in it.")
     class_folders = sorted(path for path in root.iterdir() if path.is_dir())
-    # `rglob` follows no links in a folder, but the folder may be one.
+    # `rglob` follows no links below the folder that it starts from, but that folder may be a link.
     paths = [(path, label) for label, place in enumerate(class_folders) for path in sorted(place.rglob("*"))]
     if not labeled:
         paths = [(path, 0) for path in (*(path for path, _ in paths), *sorted(root.iterdir()))]

@@ -36,7 +36,7 @@ class Task(abc.ABC, Generic[StageT]):
     objective_type: type["Objective"]
     unit: str  # what the record counts: "tokens", "images" or "samples"
     expected_model: str  # for error messages
-    equal_sizes: tuple[tuple[str, str], ...] = ()  # (loss, configuration field that must be equal)
+    equal_sizes: tuple[tuple[str, str], ...] = ()  # (loss, configuration field equal in student and teacher)
     trains_without_data = False  # whether `data=None` is allowed
     cpu_recipe: str | None = None  # name of the recipe that is made for a CPU
 
@@ -45,7 +45,7 @@ class Task(abc.ABC, Generic[StageT]):
         self.teacher = teacher
         self.preprocessor = preprocessor  # a tokenizer or image processor that is saved with the model
         self.has_weights = True  # with FSDP, False in all but the main process
-        self.earlier_record: dict[str, Any] | None = None  # train.json of the first of two `parts`, in the second
+        self.earlier_record: dict[str, Any] | None = None  # in the second of two `parts`: train.json of the first
 
     def parts(self) -> "tuple[Task, ...]":
         """Return the tasks to run in turn: two for a pipeline with two transformers."""
@@ -70,7 +70,7 @@ class Task(abc.ABC, Generic[StageT]):
 
     @abc.abstractmethod
     def reader(self, source: Any, stage: StageT, number: int, seed: int, state: dict[str, Any] | None) -> Reader:
-        """Return a reader of stage `number`. It resumes from an earlier reader's `state()` or `handover()`, if given."""
+        """Return stage `number`'s reader, resumed from an earlier one's `state()` or `handover()` if `state` is given."""
 
     def take(self, reader: Any, stage: StageT, rows: slice) -> TensorsAndWeights:
         """Read a batch, and return the objective's arguments for `rows` of it: tensors, and the weight of a sample."""

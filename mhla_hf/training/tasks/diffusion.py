@@ -112,7 +112,7 @@ class DiffusionTask(Task[DiffusionStage]):
         return first, last
 
     def load(self, folder: Path) -> None:
-        """Load the weights that `save` wrote: of a transformer, or of a pipeline's up to and including `self.component`."""
+        """Load the weights that `save` wrote: of a transformer or, in a pipeline, of all up to `self.component`."""
         if self.returned is self.student:
             return super().load(folder)
         for component in TRANSFORMERS[: TRANSFORMERS.index(self.component) + 1]:
@@ -179,7 +179,7 @@ class DiffusionTask(Task[DiffusionStage]):
     ) -> Reader:
         key, scheduler = (seed, number), self.pipeline.scheduler
         if source.latents is not None:
-            times = (0.0, math.inf)  # for which the transformer is used
+            times = (0.0, math.inf)  # at which the transformer is used
             if self.has_two_transformers:
                 boundary = self.pipeline.config.boundary_ratio * scheduler.config.num_train_timesteps
                 times = (boundary, math.inf) if self.component == TRANSFORMERS[0] else (0.0, boundary)
@@ -261,7 +261,8 @@ class DiffusionTask(Task[DiffusionStage]):
                 got = f"{latents.name!r} without {missing[0]!r}"
                 raise ValueError(f"data: got {got}, expected this column, which conditions the model.")
         if arguments is None and latents is None and (self.takes_text or self.reads_calls):
-            raise ValueError("data: got None with a model that reads texts, expected latents or prompts.")
+            expected = "latents or prompts" if self.condition_names else "arguments of its pipeline, such as prompts"
+            raise ValueError(f"data: got None with {type(self.student).__name__}, expected {expected}.")
         if arguments is not None and "class_labels" in self.condition_names:
             raise ValueError("data: got prompts with a class-conditional model, expected latents or None.")
         data_losses = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]

@@ -28,7 +28,7 @@ class LanguageObjective(Objective):
     ) -> LossAndLogs:  # fmt: skip
         """Return the loss of a micro-batch of ids [B, L], and the values to log.
 
-        `labels` and `weights` [B, L] are not shifted. The two scalar weights multiply each token's and sequence's loss.
+        `labels` and `weights` [B, L] are not shifted. The scalars multiply the loss of each token and each sequence.
         """
         if self.stage.loss == "transfer":
 
@@ -74,7 +74,7 @@ def next_token_loss(
     student: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, teacher: torch.Tensor | None = None, *,
     heads: Heads = (None, None), temperature: float = 1.0, top_k: int = 0, ce_weight: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return sums over N tokens, fp32 [3]: KL + ce_weight * CE (the only one with a gradient), KL, and CE.
+    """Return sums over N tokens, fp32 [3]: KL + ce_weight * CE (the only sum with a gradient), KL, and CE.
 
     With the temperature T, KL is T^2 * KL(teacher / T || student / T). Each token counts by its weight, fp32 [N]. `student`
     and `teacher` are the inputs of their `heads` [N, width] or, without heads, the logits.
@@ -98,7 +98,7 @@ def next_token_loss(
 def _kl_and_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, teacher: Sequence[torch.Tensor], temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both, [N]. With `top_k`, KL is over the teacher's `top_k` most likely tokens, and one class of all others."""
+    """Return KL and CE, [N] each. With `top_k`, KL is over the teacher's `top_k` likeliest tokens and all others as one."""
     log_q = logits.float().log_softmax(-1)
     ce = F.nll_loss(log_q, targets, reduction="none")
     if not teacher:
@@ -116,7 +116,7 @@ def _kl_and_cross_entropy(
 
 
 class LanguageTask(Task[Stage]):
-    """The task of a causal language model. `tokenizer` is saved with it; `text_field` is the column of a dataset."""
+    """The task of a causal language model. `tokenizer` is saved with it; `text_field` is the text column of a dataset."""
 
     name = "language"
     objective_type = LanguageObjective

@@ -53,7 +53,7 @@ def test_without_labels_images_may_be_anywhere(tmp_path):
     assert names == [*(path.name for path in labeled.items[:3]), "one.png"]
     table = datasets.Dataset.from_dict({"image": [opened.image(0, 3)]}, datasets.Features({"image": datasets.Image()}))
     assert len(open_images(table, labeled=False)) == 1
-    with pytest.raises(ValueError, match="expected one of images and one of labels"):
+    with pytest.raises(ValueError, match="expected a column of images and one of labels"):
         open_images(table)
 
 
