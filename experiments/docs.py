@@ -38,6 +38,7 @@ from .judge import render_lookups, render_tasks
 from .recipe_costs import format_costs, render_classifiers
 from .rows import describe_setup, make_parser, markdown
 from .speed import draw_speed, fastest_steps, passes_table, render_speed, speed_table
+from .vllm_server import render_server
 from .vllm_serving import render_vllm
 
 ROOT = Path(__file__).parents[1]
@@ -210,6 +211,7 @@ KINDS: dict[str, Callable[[Any], str]] = {  # renders a table from its record, w
     "encoder": render_encoder,
     "speed": render_speed,
     "vllm": render_vllm,
+    "server": render_server,
     "costs": render_classifiers,
     "journey": lambda record: f"{render_short(record)}\n\n{describe_setup(record)}",
     "diffusion_peers": render_peers,
