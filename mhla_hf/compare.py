@@ -164,7 +164,7 @@ class LanguagePage:
                     yield tuple(x for ids, line in answers.values() for x in (self.tokenizer.decode(ids), line))
 
     def measure(self) -> Iterator[tuple[pandas.DataFrame, pandas.DataFrame]]:
-        """After each measurement of random tokens, yield cache and time of a token by length, once for each plot."""
+        """After each length of random tokens, yield cache and time of a token by length, once for each plot."""
         vocabulary = min(model.config.get_text_config().vocab_size for model in self.models.values())
         ids = torch.randint(vocabulary, (1, self.limit), generator=torch.Generator().manual_seed(0))
         rows: list[dict[str, Any]] = []
@@ -179,7 +179,7 @@ class LanguagePage:
                     times.append(seconds)
                 caches[name], size = cache, cache_bytes(cache) / MIB
                 rows.append({"tokens": length, "cache, MiB": size, "a new token, ms": 1e3 * min(times), "model": name})
-                yield (frame := pandas.DataFrame(rows)), frame
+            yield (frame := pandas.DataFrame(rows)), frame  # with both models: the first frame decides the legend
             seen, length = length, 2 * length
 
     def build(self) -> gradio.Blocks:
