@@ -27,6 +27,14 @@ try:
     from triton.runtime import interpreter
 except ImportError:  # it has no release for macOS
     tl = None
+collect_ignore = ["ops/triton"] if tl is None else []
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if tl is None and "triton" in item.nodeid:
+            item.add_marker(pytest.mark.skip(reason="Triton is not installed"))
+
 
 torch.set_num_threads(1)
 gc.set_threshold(100_000, 20, 20)  # compilers make many objects, and little garbage
