@@ -37,8 +37,8 @@ def serve(folder: str, options: tuple[str, ...]) -> Iterator[float]:
     """Run a server, and yield the seconds that it took to start."""
     command = [VLLM, "serve", folder, "--port", str(PORT), "--kv-cache-memory-bytes", "1G", "--dtype", "bfloat16"]
     started = time.perf_counter()
-    log = open(f"{tempfile.gettempdir()}/vllm_server.log", "w")  # noqa: SIM115
-    server = subprocess.Popen([*command, *options], stdout=log, stderr=log, start_new_session=True)
+    with open(f"{tempfile.gettempdir()}/vllm_server.log", "w") as log:
+        server = subprocess.Popen([*command, *options], stdout=log, stderr=log, start_new_session=True)
     try:
         while True:
             with contextlib.suppress(OSError):
@@ -56,24 +56,14 @@ def serve(folder: str, options: tuple[str, ...]) -> Iterator[float]:
 def measure(folder: str, case: str, seed: int) -> dict[str, float]:
     """Return the mean seconds to the first token and the new tokens per second of all requests together."""
     prefix, length = CASES[case]
-    shape: dict[str, object] = {
-        "random-prefix-len": prefix,
-        "random-input-len": length,
-        "random-output-len": NEW_TOKENS,
-        "seed": seed,
-    }
-    # A request before, which is not measured, leaves the prefix in the cache.
-    shape |= {
-        "num-warmups": 1,
-        "num-prompts": REQUESTS,
-        "max-concurrency": REQUESTS,
-        "port": PORT,
-        "dataset-name": "random",
-    }
-    flags = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    flags = (
+        f"--dataset-name random --random-prefix-len {prefix} --random-input-len {length} --seed {seed} --port {PORT} "
+    )
+    flags += f"--random-output-len {NEW_TOKENS} --num-prompts {REQUESTS} --max-concurrency {REQUESTS} --ignore-eos "
+    flags += "--num-warmups 1"  # a request that is not measured leaves the prefix in the cache
     with tempfile.TemporaryDirectory() as results:
         saved = ["--save-result", "--result-dir", results, "--result-filename", "result.json"]
-        subprocess.run([VLLM, "bench", "serve", "--model", folder, "--ignore-eos", *flags, *saved], check=True,
+        subprocess.run([VLLM, "bench", "serve", "--model", folder, *flags.split(), *saved], check=True,
                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
         result = json.loads(Path(results, "result.json").read_text(encoding="utf-8"))
     if result["completed"] != REQUESTS:
@@ -91,7 +81,7 @@ def render_server(record: Mapping[str, Any]) -> str:
         cells = [f"{rows[name]['first_token']:.2f}" for name in names]
         lines.append([case, way, *cells, *(f"{rows[name]['tokens_per_second']:.1f}" for name in names)])
     starts = {(row["way"], row["model"]): f"{row['start']:.0f}" for row in record["rows"]}
-    for way in {way: 0 for way, _ in starts}:
+    for way in dict.fromkeys(way for way, _ in starts):
         lines.append(
             ["seconds until the server answers", way, *(starts[way, name] for name in names), *[""] * len(names)]
         )

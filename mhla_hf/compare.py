@@ -56,7 +56,7 @@ def build_page(
     options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     if is_pipeline(original):
         pipelines = [load_pipeline(name, **options) for name in (converted, original)]
-        return build_pipeline_page(dict(zip(COLORS, pipelines, strict=True)), settings or {})
+        return build_pipeline_page({"MHLA": pipelines[0], "softmax": pipelines[1]}, settings or {})
     if settings:
         raise ValueError(f"settings: got {settings}, expected none for language models.")
     model, tokenizer = load_language_model(original, **options)
@@ -76,7 +76,7 @@ def run_timed(model: Any, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, 
 
 
 def generate(model: Any, ids: torch.Tensor, num_tokens: int) -> Iterator[tuple[list[int], str]]:
-    """Generate greedily; after each token, yield the tokens so far, with speed and memory in words."""
+    """Generate greedily; after each token, yield the tokens so far and a line with speed and memory."""
     stop = model.generation_config.eos_token_id
     stops = {stop} if isinstance(stop, int) else {*(stop or ())}
     tokens: list[int] = []
@@ -93,7 +93,7 @@ def generate(model: Any, ids: torch.Tensor, num_tokens: int) -> Iterator[tuple[l
 
 
 def build_columns(models: Mapping[str, Any], make: Callable[..., Any]) -> list[Any]:
-    """Add a column per model; return for each its answer, which `make` adds, and the line of figures below it."""
+    """Add a column per model; return the components of all: an answer, as `make` makes it, and the figures below it."""
     outputs = []
     with gradio.Row():
         for name, model in models.items():
@@ -109,7 +109,7 @@ class LanguagePage:
     def __init__(self, original: Any, converted: Any, tokenizer: Any) -> None:
         if getattr(converted.config, "mhla", None) is None:
             raise ValueError(f"converted: got {type(converted).__name__}, expected an MHLA model.")
-        self.models = dict(zip(COLORS, (converted, original), strict=True))
+        self.models = {"MHLA": converted, "softmax": original}
         self.tokenizer, self.has_template = tokenizer, bool(getattr(tokenizer, "chat_template", None))
         self.limit = min(getattr(original.config, "max_position_embeddings", None) or MAX_POSITIONS, MAX_POSITIONS)
 
@@ -221,6 +221,7 @@ def build_pipeline_page(pipelines: Mapping[str, Any], settings: Mapping[str, Any
         caller = type(pipelines["softmax"]).__name__
         raise ValueError(f"settings: got {unknown[0]!r}, expected only arguments of {caller}.")
     by_class = "class_labels" in parameters
+    folder = tempfile.TemporaryDirectory()  # a picture per pipeline, of which Gradio keeps a copy
 
     def draw_both(prompt: str, seed: int, steps: int, bars: Any = gradio.Progress(track_tqdm=True)) -> Any:  # noqa: B008
         """Yield pictures and figures, first with one pipeline's, then with both."""
@@ -230,7 +231,8 @@ def build_pipeline_page(pipelines: Mapping[str, Any], settings: Mapping[str, Any
         inputs = {"class_labels": [int(prompt)]} if by_class else {"prompt": prompt}
         shown: list[Any] = [None, "", None, ""]
         for index, pipeline in enumerate(pipelines.values()):
-            seconds, file = draw(pipeline, int(steps), int(seed), {**inputs, **settings})
+            file = f"{folder.name}/{index}.webp"
+            seconds = draw(pipeline, file, int(steps), int(seed), {**inputs, **settings})
             shown[2 * index : 2 * index + 2] = file, f"{seconds / steps:.2f} s a step"
             yield tuple(shown)
 
@@ -247,8 +249,8 @@ def build_pipeline_page(pipelines: Mapping[str, Any], settings: Mapping[str, Any
     return page
 
 
-def draw(pipeline: Any, steps: int, seed: int, options: Mapping[str, Any]) -> tuple[float, str]:
-    """Sample; return the seconds from a transformer's first call to the last one's end, and a WebP file, maybe animated."""
+def draw(pipeline: Any, file: str, steps: int, seed: int, options: Mapping[str, Any]) -> float:
+    """Save a sample, animated if a video; return the seconds from a transformer's first call to the end of the last one."""
     times: list[float] = []
     note = lambda module, *_: times.append(clock(module.device))  # noqa: E731
     modules = [module for name in TRANSFORMERS if (module := pipeline.components.get(name)) is not None]
@@ -261,6 +263,5 @@ def draw(pipeline: Any, steps: int, seed: int, options: Mapping[str, Any]) -> tu
         for handle in handles:
             handle.remove()
     first, *rest = result.frames[0] if hasattr(result, "frames") else result.images[:1]
-    with tempfile.NamedTemporaryFile(suffix=".webp", delete=False) as file:  # Gradio keeps a copy
-        first.save(file, save_all=True, append_images=rest, duration=MILLISECONDS_PER_FRAME, loop=0, quality=95)
-    return times[-1] - times[0], file.name
+    first.save(file, save_all=True, append_images=rest, duration=MILLISECONDS_PER_FRAME, loop=0, quality=95)
+    return times[-1] - times[0]

@@ -69,7 +69,7 @@ def run_compare(
     words["gradio"] = importlib.metadata.version("gradio")
     words["arguments"] = ", ".join([repr(original), repr(converted), *(f"{x}={y!r}" for x, y in options.items() if y)])
     local = [name for name in (original, converted) if Path(name).exists()]
-    words["models"] = ", ".join({original, converted}.difference(local))
+    words["models"] = ", ".join(name for name in (original, converted) if name not in local)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in SPACE.items():
         (folder / name).write_text(content.format_map(words), encoding="utf-8")

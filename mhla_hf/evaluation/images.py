@@ -65,9 +65,7 @@ def judge_image_pipelines(models: object, args: Any) -> dict[str, Results]:
     if unknown := sorted(metrics - set(METRICS)):
         raise ValueError(f"tasks: got {unknown[0]!r}, expected some of {', '.join(METRICS)}.")
     if metrics & REFERENCE_METRICS and not (protocol.reference and Path(protocol.reference).exists()):
-        got = "no such file" if protocol.reference else "needed by " + ", ".join(sorted(metrics & REFERENCE_METRICS))
-        expected = f"an .npz of ADM or a folder of images ({got})"
-        raise ValueError(f"settings: reference: got {protocol.reference!r}, expected {expected}.")
+        raise ValueError(f"settings: reference: got {protocol.reference!r}, expected an existing ADM .npz or folder.")
     if "CLIP score" in metrics and protocol.prompts is None:
         raise ValueError("settings: prompts: got None, expected a file of prompts for the CLIP score.")
     subjects = find_subjects(models, args, pipeline=True)

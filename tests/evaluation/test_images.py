@@ -187,7 +187,7 @@ BAD = [
     ({"settings": {"reference": "nowhere.npz"}}, "reference: got 'nowhere.npz'"),
     (
         {"settings": {"reference": None}},
-        "reference: got None, expected an .npz of ADM or a folder of images (needed by",
+        "reference: got None, expected an existing ADM .npz or folder.",
     ),
     ({"settings": {"reference": "cut.npz"}}, "reference: got 'cut.npz', expected an .npz file"),
     ({"settings": {"extractor": FEATURES}, "tasks": ["sFID"]}, "expected one that returns 'spatial' for sFID"),

@@ -101,7 +101,7 @@ def test_a_prompt_is_answered_by_both(models, address, chromium):
     visitor.wait_for_answers(models, QUESTION)
     visitor.click("Measure both by length")
     visitor.wait_for("svg text", "^cache, MiB$")
-    visitor.page.wait_for_timeout(2000)
+    visitor.wait_for("svg text", "^softmax$")  # the legend
     assert not visitor.errors and all(url.startswith((address, "data:", "blob:")) for url in visitor.asked)
 
 

@@ -49,8 +49,8 @@ SCRIPTS = [*sorted((ROOT / "conversion").glob("*.py")), *sorted((ROOT / "experim
 SCRIPTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in SCRIPTS}
 HELPS = {name: ast.get_docstring(ast.parse(text)) for name, text in SCRIPTS.items() if "__main__" in text}
 HELPS |= {name: epilog for name, (*_, epilog) in COMMANDS.items()}
-OTHERS = "accelerate cd cp curl git hf lm_eval make pip sed sh transformers vllm".split()  # not ours  # noqa: SIM905
-OTHERS = {*OTHERS, "vbench/bin/pip", "vllm-env/bin/vllm"}
+OTHERS = set("accelerate cd cp curl git hf lm_eval make pip sed sh transformers vllm".split())  # not ours  # noqa: SIM905
+OTHERS |= {"vbench/bin/pip", "vllm-env/bin/vllm"}
 
 
 def blocks(document, *languages):

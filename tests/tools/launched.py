@@ -103,8 +103,8 @@ def kill(place, setup, processes, is_time, last_only, *arguments, seconds=120, s
 
 
 @contextlib.contextmanager
-def serving(command, **options):
-    """Run the command that `command(port)` returns, and yield the address of its server as soon as that is healthy."""
+def serving(command, path="health", **options):
+    """Run the command that `command(port)` returns, and yield the address of its server as soon as it answers at `path`."""
     with socket.socket() as one:
         one.bind(("localhost", 0))
         port = one.getsockname()[1]
@@ -113,7 +113,7 @@ def serving(command, **options):
         for _ in range(480):  # at most eight minutes
             assert server.poll() is None
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5)
+                urllib.request.urlopen(f"http://localhost:{port}/{path}", timeout=5)
                 break
             time.sleep(1)
         yield f"http://localhost:{port}/v1"

@@ -143,8 +143,7 @@ def open_images(data: Any, split: str = "train", labeled: bool = True) -> Labele
             return _open_folder(path, split, labeled)
         data = load_split(name, split=split)
     elif not hasattr(data, "features") or not hasattr(data, "__len__"):
-        expected = "a folder, a Hub id, one split of a dataset (no stream), or a pair of tensors"
-        raise TypeError(f"data: got {type(data).__name__}, expected {expected}.")
+        raise TypeError(f"data: got {type(data).__name__}, expected a folder, one split of a dataset, or two tensors.")
     types = {column: type(feature).__name__ for column, feature in data.features.items()}
     image_columns = [column for column, kind in types.items() if kind == "Image"]
     label_columns = [column for column, kind in types.items() if kind == "ClassLabel" or column in ("label", "labels")]

@@ -261,8 +261,7 @@ class DiffusionTask(Task[DiffusionStage]):
                 got = f"{latents.name!r} without {missing[0]!r}"
                 raise ValueError(f"data: got {got}, expected this column, which conditions the model.")
         if arguments is None and latents is None and (self.takes_text or self.reads_calls):
-            expected = "latents or prompts" if self.condition_names else "arguments of its pipeline, such as prompts"
-            raise ValueError(f"data: got None with {type(self.student).__name__}, expected {expected}.")
+            raise ValueError(f"data: got None with {type(self.student).__name__}, expected arguments of its pipeline.")
         if arguments is not None and "class_labels" in self.condition_names:
             raise ValueError("data: got prompts with a class-conditional model, expected latents or None.")
         data_losses = [stage.name for stage in stages if stage.loss == "denoising" or stage.data_weight]

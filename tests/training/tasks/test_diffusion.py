@@ -124,7 +124,7 @@ BAD = {
     "another VAE": ({**OWN, "data": wan_latents(8, 3, 8, 10)}, r"got latents \[8, 3, 8, 10\] .*, expected \[16, frames"),
     "odd sides": ({**OWN, "data": wan_latents(16, 3, 7, 10)}, r"expected sides divisible by the patch size \[1, 2, 2\]"),
     "no text encoder": ({"student": silent_wan, "teacher": silent_wan}, "got a pipeline without text encoder"),
-    "no prompts": ({"data": None}, "data: got None with MHLAWanTransformer3DModel, expected latents or prompts."),
+    "no prompts": ({"data": None}, "data: got None with MHLAWanTransformer3DModel, expected arguments of its pipeline."),
     "no latents": ({"data": {"pixels": torch.zeros(2, 3)}}, "with the columns pixels, expected 'latents'"),
     "weight on data": (stage(data_weight=0.5), "data: got no latents, expected some, because stage 'v' has"),
     "no pipeline": ({"student": lambda: converted("wan").transformer, "teacher": lambda: tiny_transformer("wan")},
