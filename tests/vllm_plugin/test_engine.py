@@ -123,20 +123,27 @@ def test_the_same_prompts_twice(by_heads, caches_prefixes, monkeypatch):
     assert all((output.num_cached_tokens > 600) == caches_prefixes for output in outputs)
 
 
-SPLITS = {
-    "all": ("all", {}, True),
-    "layers": ([0, 2], {}, True),
-    "heads": ("all", {0: [1], 1: [0, 1], 2: [2], 3: [0, 1, 3]}, True),
-    "softmax-and-mhla": ("all", {layer: [0, 1] for layer in range(4)}, False),
-}
+# Per number of processes: KV heads that keep softmax, so that each process has both kinds, and some layers one kind alone.
+KEPT = {2: {0: [1], 1: [0, 1], 2: [2], 3: [0, 1, 3]}, 3: {0: [1], 1: [0, 1, 2], 2: [4], 3: [0, 1, 3, 5]}}
+APART = {layer: [0, 1] for layer in range(4)}  # the first process has nothing but softmax heads
 
 
-@pytest.mark.parametrize("name", list(SPLITS))
-def test_two_tensor_parallel_processes(tmp_path, name):
-    layers, softmax_heads, caches_prefixes = SPLITS[name]
-    heads = {"num_key_value_heads": 4, "num_attention_heads": 8}
-    folder, model = save_converted(tmp_path / "model", layers=layers, sizes=heads, softmax_heads=softmax_heads or None)
-    options = {"tensor_parallel_size": 2, "enable_prefix_caching": caches_prefixes}
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "gemma3", "mixtral", "llama-layers", "llama-apart"])
+def test_tensor_parallel_processes(tmp_path, name, num_processes, caches_prefixes):
+    family, _, form = name.partition("-")
+    if form == "apart" and caches_prefixes:
+        pytest.skip("refused: see test_register.py")
+    kept = {"layers": None, "apart": APART}.get(form, KEPT[num_processes])
+    layers = [0, 2] if form == "layers" else "all"
+    if family == "gemma3":  # layer 1 has a sliding window of its own
+        kept, layers = {layer: heads for layer, heads in kept.items() if layer != 1}, [0, 2, 3]
+    sizes = {"vocab_size": 64 * num_processes, "num_key_value_heads": 2 * num_processes}
+    sizes |= dict.fromkeys(["hidden_size", "intermediate_size"], 32 * num_processes)
+    sizes |= {"num_attention_heads": 4 * num_processes}
+    folder, model = save_converted(tmp_path / "model", family, layers, sizes, softmax_heads=kept)
+    options = {"tensor_parallel_size": num_processes, "enable_prefix_caching": caches_prefixes}
     with engine(folder, max_num_batched_tokens=64, **options) as llm:
         for _ in range(2):
             outputs = answer(llm, make_prompts([1, 17, 330]), 24, with_prompt=False)
