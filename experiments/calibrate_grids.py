@@ -44,7 +44,11 @@ FIT_SAMPLING_STEPS, HELD_OUT_STEPS = 20, 8
 OFF = -30.0  # balance at which MHLA has no weight
 LOCALITY, SOFTMAX_PART = "locality (the default without samples)", "softmax part alone"
 LINEAR_CALIBRATED = "plain linear attention, calibrated"
-CALIBRATED, ONE_KEPT = "calibrated", "calibrated, one of four layers softmax"
+CALIBRATED, LAYER_KEPT = "calibrated", "calibrated, the best of the four layers softmax"
+HEADS_KEPT = "calibrated, a quarter of the heads softmax"
+OWN_BLOCK, SALIENT = "calibrated, own block softmax, exp features", "calibrated, own and 4 salient blocks softmax"
+SALIENT_ALONE = "own and 4 salient blocks alone"
+BOTH_KEPT = "calibrated, a quarter of the heads and own and 2 salient blocks softmax"
 Size = tuple[int, ...]  # rows and columns, for video also frames, of latents
 Point = tuple[torch.Tensor, torch.Tensor, Conditions]  # noisy latents, times, and conditions
 
@@ -106,9 +110,12 @@ class Task(NamedTuple):
 class Start(NamedTuple):
     settings: dict[str, Any]  # of `convert`
     learns: bool = False  # whether the MHLA layers are fitted
+    keep: float = 0.0  # share of the heads that keep softmax
     tasks: tuple[str, ...] = ()  # that it is for; empty for all
 
 
+WINDOW = {"windowed": True, "window": 1, "sinks": 0}
+SALIENT_4 = {**WINDOW, "salient_blocks": 4}
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
 STARTS = {
     LOCALITY: Start({}),
@@ -116,6 +123,13 @@ STARTS = {
     "plain linear attention": Start({**LINEAR, "normalize": True, "output_norm": False}, tasks=("dit", "wan")),
     LINEAR_CALIBRATED: Start(LINEAR, learns=True),
     CALIBRATED: Start({}, learns=True),
+    HEADS_KEPT: Start({"salient_blocks": 0}, learns=True, keep=0.25),
+    OWN_BLOCK: Start({**WINDOW, "feature_map": "exp"}, learns=True, tasks=("dit", "wan")),
+    SALIENT: Start(SALIENT_4, learns=True),
+    f"{SALIENT}, exp features": Start({**SALIENT_4, "feature_map": "exp"}, learns=True, tasks=("dit", "wan")),
+    SALIENT_ALONE: Start({**SALIENT_4, "normalize": True, "output_norm": False, "rope": "before"}),
+    BOTH_KEPT: Start({}, learns=True, keep=0.25),
+    BOTH_KEPT.replace("2", "4"): Start(SALIENT_4, learns=True, keep=0.25),
 }
 
 
@@ -224,7 +238,7 @@ def convert_or_load(name: str, teacher: Any, row: str, seed: int, folder: Path) 
     start, task = STARTS[row], TASKS[name]
     if not start.learns:
         return mhla_hf.convert(copy.deepcopy(teacher), layers="all", **start.settings)
-    path = folder / f"{name}-{'-'.join(re.findall(r'[A-Za-z]+', row))}-{seed}"
+    path = folder / "-".join([name, *re.findall(r"\w+", row), str(seed)])
     if not path.exists():
         student = copy.deepcopy(teacher)
 
@@ -232,7 +246,9 @@ def convert_or_load(name: str, teacher: Any, row: str, seed: int, folder: Path) 
             trajectories(task, student, task.sizes[0], task.fit_batch, generator, FIT_SAMPLING_STEPS)
 
         with atomic_folder(path) as temporary_path:
-            student = mhla_hf.convert(student, samples=sample, keep=0, seed=seed, progress=False, **start.settings)
+            student = mhla_hf.convert(
+                student, samples=sample, keep=start.keep, seed=seed, progress=False, **start.settings
+            )
             student.save_pretrained(temporary_path)
     return getattr(mhla_hf, f"MHLA{type(teacher).__name__}").from_pretrained(path).eval()
 
@@ -244,12 +260,6 @@ def held_out_points(task: Task, teacher: Any) -> dict[str, list[Point]]:
         generator, name = torch.Generator().manual_seed(1000), "x".join(map(str, size))
         points[name] = trajectories(task, teacher, size, task.fit_batch, generator, HELD_OUT_STEPS)
     return points
-
-
-def most_damaging_layer(student: Any) -> int:
-    """Return the layer of a fitted student whose conversion alone changes the velocity most, as the fit measured it."""
-    layers = student.config.mhla_measured["layers"]
-    return int(max(layers, key=lambda index: layers[index]["alone"]))
 
 
 def turn_mhla_off(student: Any) -> None:
@@ -278,13 +288,19 @@ def measure(name: str, folder: Path, seeds: int) -> dict[str, Any]:
             continue
         for seed in range(seeds if start.learns else 1):
             student = convert_or_load(name, teacher, row, seed, folder)
-            if row == SOFTMAX_PART:
+            if row in (SOFTMAX_PART, SALIENT_ALONE):
                 turn_mhla_off(student)
             store(row, student)
-            if row == CALIBRATED:
+            if row == BOTH_KEPT:
                 reports.append(student.config.mhla_measured)
-                with softmax_layers({0: grid_layers(student)[most_damaging_layer(student)]}):
-                    store(ONE_KEPT, student)
+            if row == CALIBRATED:
+                trials = {}
+                for index, holder in grid_layers(student).items():
+                    with softmax_layers({index: holder}):
+                        trials[index] = velocity_error(student, teacher, next(iter(held_out.values())))
+                best = min(trials, key=lambda index: trials[index])
+                with softmax_layers({best: grid_layers(student)[best]}):
+                    store(LAYER_KEPT, student)
     return {"errors": errors, "reports": reports, "parameters": teacher.num_parameters()}
 
 

@@ -19,13 +19,13 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from mhla_hf.cli.main import script
-from mhla_hf.conversion.grid_fit import grid_layers, softmax_layers
+from mhla_hf.conversion.grid_fit import grid_layers
 from mhla_hf.conversion.teacher import replaced_cores
 from mhla_hf.ops.blocks import Blocks
 from mhla_hf.training.denoising import sample_latents
 
 from . import calibrate_grids as grids
-from .calibrate_grids import CALIBRATED, LINEAR_CALIBRATED, TASKS, Size
+from .calibrate_grids import BOTH_KEPT, CALIBRATED, HEADS_KEPT, LINEAR_CALIBRATED, SALIENT, TASKS, Size
 from .rows import describe_setup, format_range, make_parser, markdown, parse_call, write_record
 
 SIZES: tuple[Size, ...] = ((16, 16, 16), (24, 48, 48))
@@ -107,16 +107,12 @@ def tiled(choose: TileChoice) -> Method:
     )
 
 
-def one_kept(model: Any, now: Callable[[], float]) -> contextlib.AbstractContextManager[Any]:
-    """Compute the layer whose conversion alone changes the output most by softmax."""
-    chosen = grids.most_damaging_layer(model)
-    return softmax_layers({chosen: grid_layers(model)[chosen]})
-
-
 METHODS = {
     "softmax": Method(None),
     "MHLA, calibrated": Method(CALIBRATED),
-    "MHLA, calibrated, one of four layers softmax": Method(CALIBRATED, one_kept),
+    f"MHLA, {HEADS_KEPT}": Method(HEADS_KEPT),
+    f"MHLA, {BOTH_KEPT}": Method(BOTH_KEPT),
+    f"MHLA, {SALIENT}": Method(SALIENT),
     f"MHLA, calibrated, softmax in the first {EXACT_STEPS} steps": Method(CALIBRATED, exact_steps=EXACT_STEPS),
     LINEAR_CALIBRATED: Method(LINEAR_CALIBRATED),
     "local: tiles of 128 tokens and their neighbors (`flex_attention`)": tiled(near_tiles),
@@ -153,7 +149,7 @@ def measure(folder: Path, seeds: int) -> list[dict[str, Any]]:
     rows: dict[tuple[str, Size], dict[str, Any]] = {}
     for seed in range(seeds):
         models: dict[str | None, Any] = {None: teacher}
-        for start in (CALIBRATED, LINEAR_CALIBRATED):
+        for start in dict.fromkeys(method.start for method in METHODS.values() if method.start is not None):
             models[start] = grids.convert_or_load("wan", teacher, start, seed, folder)
         for size in SIZES:
             for _ in range(ROUNDS if seed == 0 else 1):

@@ -20,7 +20,7 @@ from torch import nn
 
 from mhla_hf.checkpoints.file_io import atomic_file
 from mhla_hf.cli.main import script
-from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers
+from mhla_hf.conversion.grid_fit import grid_layers
 from mhla_hf.nn.core import Rotation, softmax_attention
 from mhla_hf.nn.grid import GridMHLA
 from mhla_hf.nn.joint import JointMHLA
@@ -32,8 +32,9 @@ from .calibrate_grids import CLASSES, TASKS, Size
 from .rows import Row, add_rows, describe_setup, format_range, make_parser, markdown, parse_call
 
 REAL, TEACHER, MHLA = "real digits, held out", "softmax, the teacher", "MHLA"
-ONE_KEPT, PLAIN, LOCAL = "MHLA, one of four layers softmax", "plain linear attention", "local alone"
-STUDENTS = (MHLA, ONE_KEPT, PLAIN, LOCAL)
+HEADS_KEPT, PLAIN, LOCAL = "MHLA, a quarter of the heads softmax", "plain linear attention", "local alone"
+BOTH_KEPT = "MHLA, a quarter of the heads and own and 2 salient blocks softmax"
+STUDENTS = (MHLA, HEADS_KEPT, BOTH_KEPT, PLAIN, LOCAL)
 MODELS = (REAL, TEACHER, *STUDENTS)
 LEARNING_RATE, SAMPLING_STEPS, JUDGE_STEPS = 1e-3, 10, 600
 
@@ -150,11 +151,9 @@ class BlockSoftmaxCore(nn.Module):
 
 def make_student(task: str, teacher: Any, name: str, seed: int, folder: Path) -> Any:
     """Convert a teacher to one of `STUDENTS`, in eval mode; in `LOCAL`, tokens attend to their own block and the text."""
-    start = {PLAIN: grids.LINEAR_CALIBRATED, LOCAL: grids.LOCALITY}.get(name, grids.CALIBRATED)
-    student = grids.convert_or_load(task, teacher, start, seed, folder)
-    if name == ONE_KEPT:
-        kept = grid_layers(student)[grids.most_damaging_layer(student)]
-        kept.mhla = GridSoftmaxCore(kept.mhla)
+    starts = {PLAIN: grids.LINEAR_CALIBRATED, LOCAL: grids.LOCALITY}
+    starts |= {HEADS_KEPT: grids.HEADS_KEPT, BOTH_KEPT: grids.BOTH_KEPT}
+    student = grids.convert_or_load(task, teacher, starts.get(name, grids.CALIBRATED), seed, folder)
     if name == LOCAL:
         grids.turn_mhla_off(student)
         for holder in grid_layers(student).values():

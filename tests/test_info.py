@@ -89,7 +89,7 @@ def folders(tmp_path, monkeypatch):
     ("line", "said"),
     [
         ("llama --context 0", "argument --context: got 0, expected a whole number of at least 1"),
-        ("damaged", "config.json: expected a JSON object"),
+        ("damaged", "config.json: got a file that is no JSON"),
         ("vit", "got 'vit', a vision tower, expected a causal language model"),
         ("bloom", "got model type 'bloom', which cannot be converted: its attention does not call transformers' "),
     ],

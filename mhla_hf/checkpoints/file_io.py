@@ -51,7 +51,7 @@ def renamed_errors(argument: str, name: str) -> Iterator[None]:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the first line of an error's message with its continuation lines, or its class name; explain a full disk."""
+    """Return an error's first complete line, or its class name if it has no text; errors of torch.save name a full disk."""
     if TORCH_SAVE_ERROR.search(str(error)):
         return "the disk is full, or a file exceeds its limit"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -197,7 +197,7 @@ def read_json(path: PathLike) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected a JSON object ({error}).") from None
+        raise ValueError(f"{path}: got a file that is no JSON ({error}).") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON object.")
     return content

@@ -39,7 +39,7 @@ def convert_options(add: values.AddArgument) -> None:
     add("--samples", help="what a pipeline or classifier learns from: a .txt file with one prompt per line, class labels "
         "such as 1,207, or a folder or dataset of images (default: nothing is learned)")  # fmt: skip
     add("--keep", help="KV heads of a language model that keep softmax: a share, a number, a cache size such as 64MiB, or "
-        "auto, the smallest cache that keeps enough (default: auto); with --samples, layers that keep softmax: a share or a "
+        "auto, the smallest cache that keeps enough (default: auto); with --samples, heads that keep softmax: a share or a "
         "number")  # fmt: skip
     add("--context", type=values.parse_count, help="tokens at which --keep counts bytes (default: all positions)")
     add("--tolerance", type=float, help="KL to the original that --keep auto accepts, in nats (default: 0.02)")

@@ -1,7 +1,7 @@
 """convert() with samples: the MHLA layers of a diffusion or vision model learn the outputs of their softmax originals.
 
 No labels are needed: a diffusion model learns from the inputs that its transformer gets in sampling runs of the softmax
-original, a vision model from images. The layers whose conversion changes the model's output most can keep softmax.
+original, a vision model from images. The heads whose conversion changes the model's output most can keep softmax.
 """
 
 import contextlib
@@ -16,11 +16,21 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..models.diffusion.inputs import find_self_attentions
+from ..models.diffusion.inputs import core_sizes, find_self_attentions
 from ..models.families import VISION, Family
 from ..models.vision.grid_attention import find_grid_attentions
 from ..nn.settings import MHLASettings
-from .grid_fit import Call, GridFit, errors_of_layers, grid_layers, move, output_error, run_call, softmax_layers
+from .grid_fit import (
+    Call,
+    GridFit,
+    damage_of_heads,
+    errors_of_layers,
+    grid_layers,
+    move,
+    output_error,
+    run_call,
+    softmax_layers,
+)
 from .model_family import family_of, is_of_diffusers, note_classes
 from .steps import Requested, check_learning, check_report, parse_share
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
@@ -31,9 +41,12 @@ SAMPLING_STEPS = 20  # per run
 IMAGES_AT_ONCE = 8
 EDITING = ("Edit", "Kontext", "Layered")  # in names of pipelines that edit an image, an optional argument
 FIT_STEPS = 100
+DAMAGE_CALLS = 16  # forward passes, at most, in which heads are measured
 MEASURED_CALLS = 8  # forward passes to measure errors on, at most; evenly spaced in the held-out runs
 # Defaults with samples, in place of the family's: with these, MHLA learns best.
 LEARNED: dict[str, Any] = {"feature_map": "hedgehog", "normalize": True, "output_norm": False, "per_head": True}
+# Further ones of diffusion models in which heads keep softmax: at the time of a step that these take, nothing was closer.
+BESIDE_HEADS: dict[str, Any] = {"windowed": True, "window": 1, "sinks": 0, "salient_blocks": 2}
 
 
 def record_calls(transformers: Sequence[Any], sample: Callable[[], Any]) -> list[list[Call]]:
@@ -110,9 +123,13 @@ def convert_with_samples(
     """
     is_default = requested.settings is None and requested.layers is None
     if requested.settings is None:
-        family = family_of(getattr(model, "transformer", model))
-        rope = "near" if family is not None and family.kind.defaults.get("rope") == "near" else "before"
-        requested = requested._replace(overrides={**LEARNED, "rope": rope, **requested.overrides})
+        family, given = family_of(getattr(model, "transformer", model)), requested.overrides
+        defaults = {} if family is None else family.kind.defaults
+        keeps_heads = keep not in (None, 0) or (keep is None and is_default and defaults.get("layers") == "2/3")
+        if is_of_diffusers(model) and keeps_heads and {"windowed", "salient_blocks"}.isdisjoint(given):
+            given = {**BESIDE_HEADS, **given}
+        rope = "near" if defaults.get("rope") == "near" else "before"
+        requested = requested._replace(overrides={**LEARNED, "rope": rope, **given})
     if is_default:
         requested = requested._replace(layers="all")
     if is_of_diffusers(model):
@@ -129,7 +146,9 @@ def convert_with_samples(
         checked = [(model, family, checked_settings(model, family, requested))]
     check_samples(model, samples)
     check_learning(model, effort, seed)
-    num_kept = [count_kept_layers(family, len(mhla.layers), keep, is_default) for _, family, mhla in checked]
+    num_kept = [count_kept_heads(*entry, keep=keep, is_default=is_default) for entry in checked]
+    if any(mhla.softmax_heads for *_, mhla in checked):
+        raise ValueError("samples: got some along with softmax_heads, expected None, or `keep`, which chooses heads.")
     start_time = time.monotonic()
     transformers = [transformer for transformer, *_ in checked]
     calls = [record_calls(transformers, run) for run in sampling_runs(model, samples, seed)]
@@ -142,8 +161,7 @@ def convert_with_samples(
         convert_in_place(*checked[0])
     for number, (transformer, _, mhla) in enumerate(checked):
         own_calls = [run[number] for run in calls]
-        report = learn_from_calls(transformer, own_calls, num_kept[number], effort, seed, progress)
-        keep_softmax_layers(transformer, mhla, report["softmax_layers"])
+        report = learn_from_calls(transformer, mhla, own_calls, num_kept[number], effort, seed, progress)
         report["seconds"] = round(time.monotonic() - start_time)
         update_config(transformer, mhla_measured=report)
         logger.info("convert: error of the output %s", report["output"])
@@ -151,34 +169,47 @@ def convert_with_samples(
     return model
 
 
-def count_kept_layers(family: Family, num_layers: int, keep: float | int | str | None, is_default: bool) -> int:
-    """Compute how many of the converted layers get softmax back. Raise ValueError if `keep` is not valid.
+def count_kept_heads(
+    model: Any, family: Family, settings: MHLASettings, *, keep: float | int | str | None, is_default: bool
+) -> int:
+    """Compute how many heads of the layers to convert keep softmax. Raise ValueError if `keep` is not valid.
 
-    Without `keep`, this is the family's default if `is_default` (the caller gave neither settings nor layers), else 0.
+    Without `keep`, this is the family's share of softmax layers if `is_default`, as the caller gave neither settings nor
+    layers, else 0.
     """
-    if keep is None:
-        default = MHLASettings(**family.kind.defaults)
-        return num_layers - len(default.resolve_layers(num_layers)) if is_default else 0
-    count = parse_share(keep, num_layers)
-    if count is None or count >= num_layers:
-        expected = f"0 to {num_layers - 1} of the {num_layers} layers, as a number, a share, or a percentage"
+    num_layers = len(settings.layers)
+    if is_of_diffusers(model):
+        attentions: Any = dict(enumerate(find_self_attentions(model)))
+        num_heads = sum(core_sizes(attentions[index])["num_heads"] for index in settings.layers)
+    else:
+        num_heads = num_layers * model.config.num_attention_heads
+    if keep is None and is_default:
+        converted = len(MHLASettings(**family.kind.defaults).resolve_layers(num_layers))
+        return round(num_heads * (1 - converted / num_layers))
+    keep = 0 if keep is None else keep
+    count = parse_share(keep, num_heads)
+    if count is None or count >= num_heads:
+        expected = f"0 to {num_heads - 1} of the {num_heads} heads, as a number, a share, or a percentage"
         raise ValueError(f"keep: got {keep!r}, expected {expected}.")
     return count
 
 
-def keep_softmax_layers(model: Any, settings: MHLASettings, chosen: list[int]) -> None:
-    """Turn the `chosen` MHLA layers into softmax layers again, and record the others in the configuration, in place."""
+def keep_softmax_heads(model: Any, settings: MHLASettings, chosen: dict[int, list[int]]) -> None:
+    """Let the `chosen` heads {layer: heads} keep softmax, in place, and record them in the configuration."""
     attentions = find_self_attentions(model) if is_of_diffusers(model) else find_grid_attentions(model)
-    for index in chosen:
-        if is_of_diffusers(model):
-            base_processor = attentions[index].processor.base_processor
+    holders, partly = grid_layers(model), {}
+    for index, heads in chosen.items():
+        if len(heads) < holders[index].mhla.num_heads:
+            partly[str(index)] = heads
+            holders[index].mhla = holders[index].mhla.with_softmax_heads(heads)
+        elif is_of_diffusers(model):
+            base_processor = holders[index].base_processor
             del attentions[index].processor  # torch replaces a module only by a module
             attentions[index].processor = base_processor
         else:
             restore_softmax(attentions[index], model.config)
-    layers: Any = settings.layers
-    remaining = replace(settings, layers=[index for index in layers if index not in chosen]).to_dict()
-    update_config(model, mhla=remaining)
+    remaining = replace(settings, layers=[*grid_layers(model)], softmax_heads=partly)
+    update_config(model, mhla=remaining.to_dict())
 
 
 def update_config(model: Any, **values: Any) -> None:
@@ -189,24 +220,24 @@ def update_config(model: Any, **values: Any) -> None:
 
 
 def learn_from_calls(
-    model: Any, runs: Sequence[Sequence[Call]], num_kept: int, effort: float, seed: int, progress: bool
-) -> dict[str, Any]:
-    """Fit the MHLA layers of a newly converted model in place; return errors, and which layers should keep softmax.
+    model: Any, settings: MHLASettings, runs: Sequence[Sequence[Call]], num_kept: int, effort: float, seed: int,
+    progress: bool
+) -> dict[str, Any]:  # fmt: skip
+    """Fit the MHLA layers of a newly converted model, let `num_kept` of their heads keep softmax, in place; return errors.
 
     All are squared errors over squared norms, on held-out calls. "output" has the model's, and "layers" each layer's, before
-    the fit ("converted") and after it ("fitted"). A layer's "alone" is the model's error if only this layer is MHLA: the
-    `num_kept` layers with the largest "alone" should keep softmax.
+    the fit ("converted") and after it ("fitted"). The heads with the largest "damage" (`damage_of_heads`) keep softmax.
     """
     num_held_out = max(1, len(runs) * HELD_OUT_RUNS // (RUNS + HELD_OUT_RUNS))
     fit_calls, held_out = (
         [call for run in part for call in run] for part in (runs[:-num_held_out], runs[-num_held_out:])
     )
-    held_out = held_out[:: -(-len(held_out) // MEASURED_CALLS)]
+    held_out = spread(held_out, MEASURED_CALLS)
     layers = grid_layers(model)
     with softmax_layers(layers):
         expected = [run_call(model, call) for call in held_out]
     errors = {"converted": output_error(model, held_out, expected)}
-    layer_errors = {"converted": errors_of_layers(model, held_out)}
+    layer_errors: dict[str, Any] = {"converted": errors_of_layers(model, held_out)}
     steps = max(1, round(FIT_STEPS * effort))
     fit = GridFit(model, steps=steps)
     generator = torch.Generator().manual_seed(seed)
@@ -216,22 +247,29 @@ def learn_from_calls(
     fit.finish()
     errors["fitted"] = output_error(model, held_out, expected)
     layer_errors["fitted"] = errors_of_layers(model, held_out)
-    layer_errors["alone"] = {}
-    for index in layers:
-        with softmax_layers({other: holder for other, holder in layers.items() if other != index}):
-            layer_errors["alone"][index] = output_error(model, held_out, expected)
-    chosen = sorted(sorted(layers, key=lambda index: -layer_errors["alone"][index])[:num_kept])
-    if chosen:
-        with softmax_layers({index: layers[index] for index in chosen}):
-            errors["kept"] = output_error(model, held_out, expected)
     by_layer = {str(index): {key: round(values[index], 5) for key, values in layer_errors.items()} for index in layers}
+    chosen: dict[int, list[int]] = {}
+    if num_kept:
+        damage = damage_of_heads(model, spread(fit_calls, DAMAGE_CALLS), seed)
+        for index, values in damage.items():
+            by_layer[str(index)]["damage"] = [float(f"{value:.3g}") for value in values]
+        heads = [(index, head) for index, values in damage.items() for head in range(len(values))]
+        for index, head in sorted(sorted(heads, key=lambda place: -damage[place[0]][place[1]])[:num_kept]):
+            chosen.setdefault(index, []).append(head)
+        keep_softmax_heads(model, settings, chosen)
+        errors["kept"] = output_error(model, held_out, expected)
     report = {
         "calls": len(fit_calls),
         "steps": steps,
         "seed": seed,
         "output": {key: round(value, 5) for key, value in errors.items()},
         "layers": by_layer,
-        "softmax_layers": chosen,
+        "softmax_heads": {str(index): heads for index, heads in chosen.items()},
     }
     check_report(report)
     return report
+
+
+def spread(calls: list[Call], count: int) -> list[Call]:
+    """Return at most `count` of the calls, evenly spaced."""
+    return calls[:: -(-len(calls) // count)]

@@ -5,12 +5,12 @@ import logging
 from typing import Any
 
 from ..models.derived_classes import change_class
-from ..models.diffusion.inputs import find_self_attentions
+from ..models.diffusion.inputs import core_sizes, find_self_attentions
 from ..models.diffusion.transformer import resolve_settings
 from ..models.families import DIFFUSION, Family
 from ..nn.settings import MHLASettings
 from .model_family import mhla_class, transformer_family, transformers_of
-from .steps import Requested, match_device_and_dtype
+from .steps import Requested, drop_softmax_layers, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
 CONVERTIBLE = [name for family in DIFFUSION for name in family.classes]
@@ -78,6 +78,8 @@ def check_conversion(model: Any, requested: Requested) -> list[tuple[Any, Family
         model_class = mhla_transformer_class(transformer)
         settings = requested.resolve(MHLASettings(**model_class.mhla_defaults))
         settings = resolve_settings(model_class, transformer, settings)
+        num_heads = [core_sizes(attention)["num_heads"] for attention in find_self_attentions(transformer)]
+        settings = drop_softmax_layers(settings, num_heads.__getitem__)
         check_state(transformer)
         checked.append((transformer, model_class.family, settings))
     return checked

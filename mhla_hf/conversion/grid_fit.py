@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_map_only
 from ..models.diffusion.inputs import find_self_attentions
 from ..models.vision.grid_attention import find_grid_attentions
 from ..nn.core import softmax_attention
-from ..nn.joint import TextTokens, far_block_mask, split_grids
+from ..nn.joint import TextTokens, attend_jointly, far_block_mask, split_grids
 from ..ops.blocks import Blocks
 from .fit import OutputFit, center_maps, set_balance
 from .model_family import is_of_diffusers, keep_new_images
 from .teacher import SoftmaxCore, replaced_cores
 
 TINY = torch.finfo(torch.float32).tiny  # in place of a sum of squares that is zero
+PROBES = 4  # random directions of the output per call, in which the damage of heads is measured
 START_QUERIES = 256  # at most, from which the balance of a layer with text tokens is initialized
 
 
@@ -45,17 +46,27 @@ class GridSoftmaxCore(SoftmaxCore):
             o = softmax_attention(rotated_q, rotated_k, v)
             result: Any = o
         else:
-            text = text._replace(q=text.q.to(v.dtype), k=text.k.to(v.dtype), v=text.v.to(v.dtype))
-            keys, values = torch.cat([text.k, rotated_k], 1), torch.cat([text.v, v], 1)
-            mask = text.mask
-            if mask is not None:
-                mask = F.pad(mask, (0, keys.shape[1] - mask.shape[-1]), value=float(mask.dtype == torch.bool))
-            o = softmax_attention(rotated_q, keys, values, mask=mask)
-            result = o, softmax_attention(text.q, keys, values, mask=text.full_mask)
-            options["text"] = text
+            options["text"] = text = text._replace(q=text.q.to(v.dtype), k=text.k.to(v.dtype), v=text.v.to(v.dtype))
+            result = attend_jointly(text, rotated_q, rotated_k, v)
+            o = result[0]
         if self.observe is not None:
             self.observe(self.core, q, k, v, o, {"rotate": rotate, **options})
         return result
+
+
+class ChangedGridCore(GridSoftmaxCore):
+    """Computes softmax attention plus `change` [B, 1, H, 1], 0 and made anew in each pass, times what MHLA would change."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Attend by softmax, with a gradient of the output for `change`. See `GridMHLA` and `JointMHLA`."""
+        result = super().forward(q, k, v, *args, **options)
+        o = result[0] if isinstance(result, tuple) else result
+        with torch.no_grad():
+            mhla = self.core(q, k, v, *args, **options)
+            difference = (mhla[0] if isinstance(mhla, tuple) else mhla) - o
+        self.change = torch.zeros(len(q), 1, q.shape[2], 1, device=q.device, requires_grad=True)
+        o = o + self.change.to(o.dtype) * difference
+        return (o, result[1]) if isinstance(result, tuple) else o
 
 
 def grid_layers(model: Any) -> dict[int, Any]:
@@ -128,12 +139,14 @@ def move(value: Any, device: Any, copy: bool = False) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.detach().to(device, copy=copy), value)
 
 
-@torch.no_grad()
-def run_call(model: Any, call: Call) -> torch.Tensor:
+def run_with_gradients(model: Any, call: Call) -> torch.Tensor:
     """Run a model with recorded arguments, and return its first output, without the tokens of images to edit."""
     args, kwargs = move(tuple(call), model.device)
     output = model(*args, **kwargs)[0]
     return keep_new_images(model, output, args, kwargs) if is_of_diffusers(model) else output
+
+
+run_call = torch.no_grad()(run_with_gradients)
 
 
 def softmax_layers(
@@ -167,3 +180,26 @@ def errors_of_layers(model: Any, calls: Sequence[Call]) -> dict[int, float]:
             run_call(model, call)
     errors = {index: sums[holder.mhla] for index, holder in layers.items()}
     return {index: float(error / energy.clamp_min(TINY)) for index, (error, energy) in errors.items()}
+
+
+@torch.enable_grad()
+def damage_of_heads(model: Any, calls: Sequence[Call], seed: int) -> dict[int, list[float]]:
+    """Estimate the squared error of the model's output if one head alone is MHLA, over its square: {layer: one per head}.
+
+    To first order, the output changes by J d, with the Jacobian J of the softmax original and the change d of a head. For
+    random normal r, (r . J d)^2 is |J d|^2 on average, and one backward pass has r . J d of all heads.
+    """
+    layers, generator = grid_layers(model), torch.Generator().manual_seed(seed)
+    sums = {index: torch.zeros(holder.mhla.num_heads) for index, holder in layers.items()}
+    energy = 0.0
+    with replaced_cores(layers, ChangedGridCore) as cores:
+        for call in calls:
+            output = run_with_gradients(model, call).float()
+            energy += PROBES * float(output.detach().square().sum())
+            for _ in range(PROBES):
+                probe = torch.randn(output.shape, generator=generator).to(output.device)
+                changes = [core.change for core in cores.values()]
+                gradients = torch.autograd.grad((output * probe).sum(), changes, retain_graph=True)
+                for index, gradient in zip(cores, gradients, strict=True):
+                    sums[index] += gradient.square().sum((0, 1, 3)).cpu()
+    return {index: (values / max(energy, TINY)).tolist() for index, values in sums.items()}

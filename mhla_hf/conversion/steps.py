@@ -5,7 +5,7 @@ import copy
 import difflib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -76,6 +76,26 @@ class Requested(NamedTuple):
         if settings.rope == "near" and not overrides.get("windowed", settings.windowed):
             overrides = {"rope": "before", **overrides}
         return replace(settings, **overrides)
+
+
+def drop_softmax_layers(settings: MHLASettings, num_heads: Callable[[int], int]) -> MHLASettings:
+    """Return a copy whose `layers`, a list, has no layer of which `softmax_heads` has all heads.
+
+    `num_heads` returns the number of KV heads of a layer. Raise ValueError if `softmax_heads` does not suit the layers.
+    """
+    layers: Any = list(settings.layers)
+    softmax_heads = dict(settings.softmax_heads or {})
+    for layer, heads in [*softmax_heads.items()]:
+        if int(layer) not in settings.layers:
+            raise ValueError(f"softmax_heads: got layer {layer}, expected one of the MHLA layers {settings.layers}.")
+        if heads[-1] >= (count := num_heads(int(layer))):
+            raise ValueError(f"softmax_heads: got head {heads[-1]} in layer {layer}, expected 0 to {count - 1}.")
+        if len(heads) == count:
+            layers.remove(int(layer))
+            del softmax_heads[layer]
+    if not layers:
+        raise ValueError("softmax_heads: got all heads of all MHLA layers, expected at least one left for MHLA.")
+    return replace(settings, layers=layers, softmax_heads=softmax_heads)
 
 
 def match_device_and_dtype(core: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from ..models.derived_classes import attention_sizes, base_classes, change_class
 from ..models.families import ENCODER, TOWER, Family, family_of_type
 from ..nn.settings import MHLASettings, check_grid_settings, check_settings
 from .model_family import mhla_class
-from .steps import Requested, match_device_and_dtype
+from .steps import Requested, drop_softmax_layers, match_device_and_dtype
 
 logger = logging.getLogger("mhla_hf")
 REFUSED = {  # reason -> model types of causal and masked language models that do not convert
@@ -73,21 +73,11 @@ def checked_settings(model: Any, family: Family, requested: Requested) -> MHLASe
     for index in mhla_layers:
         if hasattr(attentions[index], "_hf_hook") and next(attentions[index].parameters()).is_meta:
             raise ValueError(f"model: got offloaded weights in layer {index}, expected weights on a device.")
-    remaining_layers, remaining_heads = list(mhla_layers), dict(settings.softmax_heads or {})
-    for layer, heads in (settings.softmax_heads or {}).items():
-        if int(layer) not in mhla_layers:
-            raise ValueError(f"softmax_heads: got layer {layer}, expected one of the MHLA layers {list(mhla_layers)}.")
-        num_kv_heads = attention_sizes(attentions[int(layer)], config)["num_kv_heads"]
-        if heads[-1] >= num_kv_heads:
-            expected = f"0 to {num_kv_heads - 1}"
-            raise ValueError(f"softmax_heads: got KV head {heads[-1]} in layer {layer}, expected {expected}.")
-        if len(heads) == num_kv_heads:  # the layer stays softmax
-            remaining_layers.remove(int(layer))
-            del remaining_heads[layer]
-    if not remaining_layers:
-        raise ValueError("softmax_heads: got all KV heads of all MHLA layers, expected at least one left for MHLA.")
-    num_blocks = -(-config.max_position_embeddings // settings.block_size) if is_encoder else settings.num_blocks
-    return replace(settings, layers=remaining_layers, softmax_heads=remaining_heads, num_blocks=num_blocks)
+    settings = replace(settings, layers=list(mhla_layers))
+    settings = drop_softmax_layers(settings, lambda i: attention_sizes(attentions[i], config)["num_kv_heads"])
+    if is_encoder:
+        settings.num_blocks = -(-config.max_position_embeddings // settings.block_size)
+    return settings
 
 
 def settings_with_text(model: Any, family: Family, requested: Requested) -> MHLASettings:

@@ -222,4 +222,4 @@ def find_derived_class(name: str, kinds: Iterable[tuple[tuple[Family, ...], Atte
             for base in base_classes(family).values():
                 if hasattr(module := sys.modules[base.__module__], base_name):
                     return derived_class(getattr(module, base_name), swap.mixin)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, expected an MHLA class of its families.")
+    raise AttributeError(f"module {__name__.replace('derived_classes', 'converted')!r} has no MHLA class {name!r}.")

@@ -4,7 +4,7 @@ The model fixes the number of blocks, and the input sets the size of the grid. A
 block per token, and the matrix is averaged down to these blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,9 +15,13 @@ from torch import Tensor, nn
 from ..ops.api import mhla
 from ..ops.blocks import Blocks
 from ..ops.grid_shards import sharded_mhla
-from .core import MHLACore, Rotation, mixing_options, prepare_operands
+from .core import MHLACore, Rotation, mixing_options, prepare_operands, softmax_attention
+from .heads import HeadSplit
 from .mixing import Mixing, locality_weights
 from .settings import MHLASettings
+
+# Called like `softmax_attention`, as softmax(q, k, v, mask=..., scale=...).
+SoftmaxFunction = Callable[..., Tensor]
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, distance: int = 1) -> Tensor:
@@ -122,28 +126,82 @@ class PositionConv(GridConv):
         return {f"conv.{name}": torch.zeros(value.shape) for name, value in self.conv.named_parameters()}
 
 
-class GridMHLA(MHLACore):
+class GridCore(MHLACore):
+    """Base class of the cores over a grid, in which some heads may keep softmax over all tokens; see `MHLACore`.
+
+    Args:
+        num_heads: Number of all heads. Feature maps, mixing, gate, output norm, and cpe are those of the MHLA heads alone.
+        softmax_heads: Indices of the heads that keep softmax, fewer than `num_heads`.
+
+    Attributes:
+        heads: The `HeadSplit`; None if no head keeps softmax.
+    """
+
+    mixing: GridMixing
+
+    def __init__(
+        self, settings: MHLASettings, mixing: nn.Module, num_heads: int, softmax_heads: Sequence[int], *, value_dim: int,
+        **widths: Any
+    ):  # fmt: skip
+        num_mhla, layout = num_heads - len(softmax_heads), settings.layout
+        super().__init__(settings, mixing, num_heads=num_mhla, num_kv_heads=num_mhla, value_dim=value_dim, **widths)
+        self.sizes: dict[str, Any] = {"num_heads": num_heads, "value_dim": value_dim, **widths}
+        self.heads = HeadSplit(softmax_heads, num_heads) if softmax_heads else None
+        if settings.cpe and layout is not None:
+            self.cpe = PositionConv(num_mhla * value_dim, settings.cpe, len(layout))
+
+    def split_heads(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotation | None) -> tuple[Any, Any, Rotation | None]:
+        """Return q, k, and v of the softmax heads, rotated, those of the MHLA heads, and the rotary embedding of these."""
+        heads: Any = self.heads
+        rotated: Any = (q, k) if rotate is None else rotate(q, k)
+        # Under autocast, rotations give fp32.
+        kept = [heads.part(x, True, 2).to(v.dtype) for x in (*rotated, v)]
+        others = [heads.part(x, False, 2) for x in (q, k, v)]
+        if rotate is None:
+            return kept, others, None
+
+        def rotate_mhla_heads(*tensors: Tensor) -> Any:
+            if self.settings.rope == "after":  # they are features; angles may differ by head, so it gets all heads
+                zeros = [x.new_zeros(*x.shape[:2], heads.counts[True], x.shape[3]) for x in tensors]
+                whole = [heads.join({True: x, False: y}, 2) for x, y in zip(zeros, tensors, strict=True)]
+                return tuple(heads.part(x, False, 2) for x in rotate(*whole))
+            return tuple(heads.part(x, False, 2) for x in rotated)
+
+        return kept, others, rotate_mhla_heads
+
+    def with_softmax_heads(self, softmax_heads: Sequence[int]) -> "GridCore":
+        """Return a core like this one, which has no softmax heads, in which some are; the others keep their parameters."""
+        split = HeadSplit(softmax_heads, self.num_heads)
+        core: GridCore = type(self)(self.settings, softmax_heads=softmax_heads, **self.sizes)
+        for name, value in core.named_parameters():
+            whole = self.get_parameter(name).data
+            value.data = (whole if whole.shape == value.shape else split.part(whole, False, 0)).clone()
+        return core.train(self.training)
+
+
+class GridMHLA(GridCore):
     """Bidirectional multi-head linear attention over the tokens of a grid (paper sections 4.1 and 4.2).
 
     Args:
         settings: Settings of the model; `layout` is required.
         prefix: Number of class or register tokens before the grid.
-        num_heads, value_dim, **widths: As in `MHLACore`.
+        num_heads, softmax_heads, **widths: As in `GridCore`.
     """
 
-    mixing: GridMixing
-
-    def __init__(self, settings: MHLASettings, *, num_heads: int, value_dim: int, prefix: int = 0, **widths: Any):
+    def __init__(
+        self, settings: MHLASettings, *, num_heads: int, softmax_heads: Sequence[int] = (), prefix: int = 0,
+        **widths: Any
+    ):  # fmt: skip
         assert settings.layout is not None  # see `check_grid_settings`
-        mixing = GridMixing(settings.layout, prefix=prefix > 0, **mixing_options(settings, num_heads))
-        super().__init__(settings, mixing, num_heads=num_heads, num_kv_heads=num_heads, value_dim=value_dim, **widths)
-        self.prefix = prefix
-        if settings.cpe:
-            self.cpe = PositionConv(num_heads * value_dim, settings.cpe, len(settings.layout))
+        options = mixing_options(settings, num_heads - len(softmax_heads))
+        mixing = GridMixing(settings.layout, prefix=prefix > 0, **options)
+        super().__init__(settings, mixing, num_heads, softmax_heads, **widths)
+        self.sizes["prefix"] = self.prefix = prefix
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], hidden_states: Tensor | None = None,
         rotate: Rotation | None = None, key_mask: Tensor | None = None, shard: dict[str, Any] | None = None,
+        softmax: SoftmaxFunction = softmax_attention,
     ) -> Tensor:  # fmt: skip
         """Attend to all tokens of the grid.
 
@@ -155,6 +213,7 @@ class GridMHLA(MHLACore):
             key_mask: bool [B, T], False for padding.
             shard: If tokens are spread over processes, the arguments `rank`, `edges`, and `add_up` of `sharded_mhla`; the
                 tensors then have the tokens of this process.
+            softmax: Computes the attention of heads that keep softmax; with `shard`, over the tokens of all processes.
 
         Returns:
             [B, T, H, V] in v's dtype.
@@ -168,6 +227,9 @@ class GridMHLA(MHLACore):
         if shard is None and blocks.length != q.shape[1]:
             expected = f"{blocks.length} tokens, {self.prefix} of them before the grid"
             raise ValueError(f"grid: got {tuple(grid)} for {q.shape[1]} tokens, expected {expected}.")
+        if self.heads is not None:
+            kept, (q, k, v), rotate = self.split_heads(q, k, v, rotate)
+            kept_o = softmax(*kept, mask=None if key_mask is None else key_mask[:, None, None])
         q, k, v, options = prepare_operands(self, q, k, v, key_mask, rotate)
         mixing = self.mixing(blocks.counts)
         if shard is None:
@@ -177,4 +239,4 @@ class GridMHLA(MHLACore):
         o = self.finish_output(o, hidden_states, v.dtype)
         if self.settings.cpe:
             o = o + F.pad(self.cpe(v[:, self.prefix :], grid), (0, 0, 0, 0, self.prefix, 0))
-        return o
+        return o if self.heads is None else self.heads.join({True: kept_o, False: o}, 2)

@@ -79,6 +79,7 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
     "mixing_form": one_of("softmax", "direct", "free"),
     "window": whole_number(1, MAX_WINDOW_BLOCKS),
     "salient": whole_number(0, MAX_SALIENT),
+    "salient_blocks": whole_number(0, MAX_BLOCKS),
     "sinks": (lambda value: is_whole(value, 0), "a whole number of at least 0"),
     "cpe": (lambda value: is_whole(value, 0) and (value % 2 == 1 or value == 0), "0 or an odd kernel size"),
     "rope": one_of("before", "after", "near"),
@@ -90,7 +91,7 @@ SETTING_CHECKS: dict[str, SettingCheck] = {
 
 # Required values, in this order: of windowed encoders, of layers over a text and a grid, of windowed language models.
 TWO_WAY_VALUES: dict[str, Any] = {"sinks": 0, "salient": 0, "softmax_heads": None}
-JOINT_VALUES = {"normalize": True, "output_norm": False, **TWO_WAY_VALUES}
+JOINT_VALUES: dict[str, Any] = {"normalize": True, "output_norm": False, "sinks": 0, "salient": 0}
 CAUSAL_VALUES = {"gate": False, "output_norm": False}
 
 
@@ -126,6 +127,7 @@ class MHLASettings:
         sinks: Number of tokens at the start of a sequence that stay visible; for language models with `windowed`.
         salient: Number of tokens per KV head that stay visible after they have left the window, those to which the head
             attended most; for language models with `windowed`.
+        salient_blocks: Number of blocks that each head also reads by softmax (`choose_blocks`); for grids with `windowed`.
         per_head: Whether every query head has its own mixing matrix, instead of one per layer.
         output_norm: Whether RMSNorm is applied to each head's output (section 4.1 for language and video).
         gate: Whether the output is multiplied by silu(W x + b), initially 1, where x is the input of the layer.
@@ -139,7 +141,7 @@ class MHLASettings:
             range of layer indices.
         softmax_heads: KV heads that keep softmax, with the query heads that read them, as {layer index: [KV head, ...]}.
             Their keys and values stay in the cache in full. To keep all heads of a layer, leave it out of `layers` instead.
-            For language models with `windowed`.
+            For language models with `windowed`, and for grids.
         impl: Implementation of the operator: "auto", "torch", "triton", or "reference". With `windowed`, sequences
             allow only "auto" and "torch", which both run in PyTorch.
 
@@ -159,6 +161,7 @@ class MHLASettings:
     window: int = 2
     sinks: int = 4
     salient: int = 0
+    salient_blocks: int = 0
     per_head: bool = False
     output_norm: bool = False
     gate: bool = False
@@ -179,17 +182,17 @@ class MHLASettings:
         for name, (is_valid, expected) in SETTING_CHECKS.items():
             if not is_valid(getattr(self, name)):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}.")
-        if isinstance(self.layers, list):
-            self.layers = sorted(self.layers)
+        self.layers = sorted(self.layers) if isinstance(self.layers, list) else self.layers
         self.check_combinations()
 
     def check_combinations(self) -> None:
         is_sequence = self.layout is None
         if self.rope == "near" and is_sequence:
             raise ValueError('rope: got "near" with layout=None, expected "before" or "after".')
-        if self.softmax_heads and not (self.windowed and is_sequence):
-            got = f"{self.softmax_heads} with windowed={self.windowed} and layout={self.layout}"
-            raise ValueError(f"softmax_heads: got {got}, expected None, or windowed=True and layout=None.")
+        if self.softmax_heads and is_sequence and not self.windowed:
+            raise ValueError(f"softmax_heads: got {self.softmax_heads} with windowed=False, expected None.")
+        if self.salient_blocks and (is_sequence or not self.windowed):
+            raise ValueError(f"salient_blocks: got {self.salient_blocks}, expected 0 without windows on a grid.")
         if not self.windowed:
             return
         if not self.normalize:
@@ -199,8 +202,7 @@ class MHLASettings:
         if is_sequence and self.impl not in ("auto", "torch"):
             raise ValueError(f'impl: got {self.impl!r} with windowed=True, expected "auto" or "torch".')
         if is_sequence and self.feature_map == "identity":
-            expected = "a map of nonnegative features, such as 'hedgehog'"
-            raise ValueError(f'feature_map: got "identity" with windowed=True, expected {expected}.')
+            raise ValueError('feature_map: got "identity" with windowed=True, expected a map of nonnegative features.')
         if self.sinks > self.block_size:
             raise ValueError(f"sinks: got {self.sinks}, expected at most the block_size of {self.block_size}.")
 
@@ -214,8 +216,7 @@ class MHLASettings:
         if self.layers == "all":
             return list(range(num_layers))
         if isinstance(self.layers, str):  # "2/3"
-            layers = [i for i in range(num_layers) if i % 3]
-            if not layers:
+            if not (layers := [i for i in range(num_layers) if i % 3]):
                 raise ValueError(f'layers: got "2/3" for {num_layers} layer, expected a model of at least 2 layers.')
             return layers
         if self.layers[-1] >= num_layers:
@@ -239,10 +240,10 @@ class MHLASettings:
         values = dict(values)
         version = values.pop("format_version", FORMAT_VERSION)
         if type(version) is not int or version != FORMAT_VERSION:
-            expected = f"{FORMAT_VERSION}, the version of this release of mhla_hf"
-            raise ValueError(f"format_version: got {version!r}, expected {expected}.")
-        unknown = sorted(set(values) - set(SETTING_CHECKS))
-        if unknown:
+            raise ValueError(
+                f"format_version: got {version!r}, expected {FORMAT_VERSION}, the version of this release."
+            )
+        if unknown := sorted(set(values) - set(SETTING_CHECKS)):
             raise ValueError(f"mhla: got unknown setting {unknown[0]!r}, expected a field of MHLASettings.")
         return cls(**values)
 
@@ -273,8 +274,7 @@ def check_grid_settings(
     `has_prefix` says whether tokens come before the grid, `joint` whether a text shares one attention with it.
     """
     if settings.normalize == "official" and has_prefix:
-        reason = "whose denominator has no class tokens"
-        raise ValueError(f'normalize: got "official", {reason}, expected true or false for {model}.')
+        raise ValueError(f'normalize: got "official", expected true or false for {model}, which has class tokens.')
     if settings.layout is None or len(settings.layout) != axes:
         raise ValueError(f"layout: got {settings.layout!r}, expected {axes} counts of blocks for {model}.")
     check_required(settings, model, JOINT_VALUES if joint else {"windowed": False})
@@ -282,7 +282,8 @@ def check_grid_settings(
     if settings.rope not in positions:
         raise ValueError(f"rope: got {settings.rope!r}, expected one of {list(positions)} for {model}.")
     if settings.rope == "after" and settings.feature_map == "hedgehog":
-        expected = f'another map, or rope="before", for {model}: RoPE needs features as wide as the head'
-        raise ValueError(f'feature_map: got "hedgehog" with rope="after", expected {expected}.')
+        raise ValueError(
+            f'feature_map: got "hedgehog" with rope="after", expected one as wide as the head for {model}.'
+        )
     if joint and settings.mixing_form == "free":
         raise ValueError(f'mixing_form: got "free", expected "softmax" or "direct" for {model}.')

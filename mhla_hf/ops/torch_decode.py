@@ -1,9 +1,9 @@
 """Continues an `MHLAState` by new tokens, for rows at different positions.
 
 While no row leaves its open block, the one being filled (`step_within_block`, an ordinary decoding step), only the prefix
-and the window are read, in constant time. Otherwise (`step_across_blocks`), the open block and the new tokens are laid out
-block by block, each row from its own block edge, and computed as one batch. Summaries are computed from whole blocks when
-these close, so they do not depend on how the tokens were divided into steps.
+and the window are read, in constant time; the first step in a block also mixes the prefix from all summaries. Otherwise
+(`step_across_blocks`), the open block and the new tokens are laid out by block, each row from its own block edge, and
+computed as one batch. Summaries are computed when whole blocks close, so they do not depend on the division into steps.
 
 Positions and block indices are int64 [B] on the CPU. "Open tokens" are lists with the keys, the values, and, if the
 denominator has features of its own, the k_den of open blocks.

@@ -13,7 +13,16 @@ from tools.tiny_joint import PACKED
 from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, inputs, tiny_transformer
 
 import mhla_hf
-from mhla_hf.conversion.grid_fit import Call, grid_layers, run_call, softmax_layers
+from mhla_hf.conversion.grid_fit import (
+    Call,
+    GridSoftmaxCore,
+    damage_of_heads,
+    grid_layers,
+    output_error,
+    run_call,
+    softmax_layers,
+)
+from mhla_hf.conversion.teacher import replaced_cores
 from mhla_hf.hub.card import write_first_card
 from mhla_hf.hub.facts import Person
 from mhla_hf.training.denoising import call
@@ -53,7 +62,7 @@ def test_every_layer_comes_closer_and_the_base_stays(name):
     base, model = tiny_transformer(name).state_dict(), learned(name)
     report = model.config.mhla_measured
     assert all(layer["fitted"] < layer["converted"] for layer in report["layers"].values()), report
-    assert report["output"]["fitted"] < report["output"]["converted"] and report["softmax_layers"] == []
+    assert report["output"]["fitted"] < report["output"]["converted"] and report["softmax_heads"] == {}
     state = model.state_dict()
     assert {key for key in state if ".mhla." not in key} == set(base)
     assert all(torch.equal(state[key], value) for key, value in base.items())
@@ -75,13 +84,17 @@ def test_the_same_seed_gives_the_same_model():
     assert any(not torch.equal(value, other[key]) for key, value in first.items())
 
 
-def test_layers_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
-    model = learned("sd3", keep=1 / 3)
+def test_heads_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
+    model = learned("sd3", keep=1 / 2)
     report = model.config.mhla_measured
-    (chosen,) = report["softmax_layers"]
-    assert report["layers"][str(chosen)]["alone"] == max(layer["alone"] for layer in report["layers"].values())
+    chosen = {(index, head) for index, heads in report["softmax_heads"].items() for head in heads}
+    damage = {(i, head): x for i, layer in report["layers"].items() for head, x in enumerate(layer["damage"])}
+    assert chosen == {*sorted(damage, key=lambda place: -damage[place])[:3]} and len(damage) == 6
     assert report["output"]["kept"] < report["output"]["fitted"]
-    assert model.config.mhla["layers"] == [index for index in range(3) if index != chosen] == list(grid_layers(model))
+    whole = [int(index) for index, heads in report["softmax_heads"].items() if len(heads) == 2]
+    assert (
+        model.config.mhla["layers"] == [index for index in range(3) if index not in whole] == list(grid_layers(model))
+    )
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["mhla_measured"] == report
     loaded = type(model).from_pretrained(tmp_path).eval()
@@ -89,8 +102,39 @@ def test_layers_that_matter_keep_softmax_and_the_record_is_saved(tmp_path):
     arguments = Call((), inputs("sd3"))
     torch.testing.assert_close(run_call(loaded, arguments), run_call(model, arguments))
     card = write_first_card(tmp_path, Person("me/toy", None, "mit")).read_text()
-    assert f"| with softmax layers | {report['output']['kept']:.4f} |" in card
-    assert f"changes the output most: {chosen}." in card
+    assert f"| with softmax heads | {report['output']['kept']:.4f} |" in card
+    assert all(f"{index} ({', '.join(map(str, heads))})" in card for index, heads in report["softmax_heads"].items())
+
+
+def test_salient_blocks_beside_softmax_heads():
+    """Where heads keep softmax, blocks are chosen, too, unless the caller says otherwise."""
+    settings = learned("wan", keep=1, effort=0.02).config.mhla
+    assert (settings["windowed"], settings["salient_blocks"], settings["rope"]) == (True, 2, "before")
+    assert not learned("wan", keep=1, effort=0.02, salient_blocks=0).config.mhla["windowed"]
+    assert not learned("wan", keep=0, effort=0.02).config.mhla["windowed"]
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_the_damage_of_a_head_is_the_error_that_it_alone_makes(name):
+    """To first order: MHLA is mixed into softmax with a small weight; the estimate is a mean over random directions."""
+    model = learned(name)
+    layers, arguments = grid_layers(model), [Call((), inputs(name, seed=seed, batch=2)) for seed in range(16)]
+    damage = damage_of_heads(model, arguments, seed=0)
+    with softmax_layers(layers):
+        expected = [run_call(model, call) for call in arguments]
+    index, small = max(damage, key=lambda index: max(damage[index])), 1e-2
+    head = max(range(len(damage[index])), key=lambda head: damage[index][head])
+
+    class Mixed(GridSoftmaxCore):
+        def forward(self, q, k, v, *args, **options):
+            softmax, mhla = super().forward(q, k, v, *args, **options), self.core(q, k, v, *args, **options)
+            o, other = (x[0] if isinstance(x, tuple) else x for x in (softmax, mhla))
+            o[:, :, head] += small * (other - o)[:, :, head]
+            return (o, softmax[1]) if isinstance(softmax, tuple) else o
+
+    with softmax_layers(layers), replaced_cores({index: layers[index]}, lambda core: Mixed(core.core)):
+        error = output_error(model, arguments, expected) / small**2
+    assert 0.5 < damage[index][head] / error < 2
 
 
 def test_pipelines_sample_prompts(monkeypatch):
@@ -137,7 +181,7 @@ REFUSED = {
         "samples: got [1, 2000] with DiTPipeline, expected labels from 0 to 999"),
     "prompts for an edit": (lambda: mhla_hf.convert(kontext_pipeline(), samples=["a cat"]), EDIT),
     "a cache of images": (lambda: mhla_hf.convert(with_image_cache(tiny_transformer("flux2"))), CACHE),
-    "all layers": (lambda: learned("dit", keep=2), "keep: got 2, expected 0 to 1 of the 2 layers"),
+    "all heads": (lambda: learned("dit", keep=4), "keep: got 4, expected 0 to 3 of the 4 heads"),
     "no weights": (lambda: tower(torch.ones(16, 3, 32, 32), "meta"), "model: got ViTModel on the meta device, expected")
 }  # fmt: skip
 

@@ -233,7 +233,7 @@ WRONG = [
     ({"tolerance": "0.1"}, "tolerance: got '0.1' with keep=None, expected a number above 0"),
     ({"keep": 2, "tolerance": 0.1}, 'tolerance: got 0.1 with keep=2, expected a number above 0 with keep="auto".'),
     ({"effort": 0}, "effort: got 0, expected a finite number above 0"),
-    ({"text": None, "softmax_heads": {1: [4]}}, "softmax_heads: got KV head 4 in layer 1, expected 0 to 3"),
+    ({"text": None, "softmax_heads": {1: [4]}}, "softmax_heads: got head 4 in layer 1, expected 0 to 3"),
 ]
 
 

@@ -66,8 +66,8 @@ def test_a_pipeline_after_a_failure(monkeypatch):
     pipe.transformer.train().transformer_blocks[0].eval()
     index, before = dict(pipe.config), snapshot(pipe.transformer)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stop"):
-        patch.setattr(calibration, "keep_softmax_layers", Mock(side_effect=RuntimeError("stop")))
-        mhla_hf.convert(pipe, samples=[3, 7], effort=0.02, progress=False)
+        patch.setattr(calibration, "keep_softmax_heads", Mock(side_effect=RuntimeError("stop")))
+        mhla_hf.convert(pipe, samples=[3, 7], effort=0.02, keep=1, progress=False)
     assert dict(pipe.config) == index
     check_unchanged(pipe.transformer, before)
     pipe.transformer(**inputs("dit"))
@@ -90,7 +90,7 @@ def test_a_layer_whose_output_is_zero():
         json.dumps(one.config.mhla_measured, allow_nan=False)
         assert all(x.isfinite().all() for x in one.state_dict().values())
     mhla_hf.convert(transformer, samples=lambda _: transformer(**inputs("dit")), effort=0.02, keep=0, progress=False)
-    assert transformer.config.mhla_measured["layers"]["0"] == {"converted": 0, "fitted": 0, "alone": 0}
+    assert transformer.config.mhla_measured["layers"]["0"] == {"converted": 0, "fitted": 0}
 
 
 def test_scores_that_are_not_finite_are_refused():

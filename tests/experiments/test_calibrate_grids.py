@@ -15,6 +15,7 @@ def test_a_small_run(tmp_path, monkeypatch):
     record = grids.main(["--out", str(tmp_path), "--tasks", "dit", "--seeds", "1"])
     assert json.loads(json.dumps(record)) == json.loads((tmp_path / "calibrate_grids.json").read_text())
     rows = [row for row, start in grids.STARTS.items() if not start.tasks or "dit" in start.tasks]
-    assert list(record["tasks"]["dit"]["errors"]) == [*rows, grids.ONE_KEPT]
+    rows.insert(1 + rows.index(grids.CALIBRATED), grids.LAYER_KEPT)
+    assert list(record["tasks"]["dit"]["errors"]) == rows
     assert len(record["tasks"]["dit"]["reports"][0]["layers"]) == 4
     assert f"| {grids.CALIBRATED} | " in grids.render_calibration(record)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import diffusers
 import pytest
@@ -16,11 +17,13 @@ from tools.tiny_joint import JOINT_SIZES, PACKED, VIDEOS, joint_size
 from tools.tiny_pipelines import PIPELINES, TRANSFORMERS, at_fresh_addresses, generate, inputs, tiny_transformer
 
 import mhla_hf
-from mhla_hf.conversion.grid_fit import grid_layers
+from mhla_hf.conversion.grid_fit import GridSoftmaxCore, grid_layers
 from mhla_hf.models.diffusion.inputs import find_self_attentions
 from mhla_hf.ops.blocks import Blocks
 
 ALL = {**SIZES, **JOINT_SIZES}
+SALIENT = {"windowed": True, "window": 1, "sinks": 0, "salient_blocks": 1, "rope": "before"}
+SALIENT |= {"normalize": True, "output_norm": False}
 
 
 def converted(family="wan", **settings):
@@ -90,6 +93,37 @@ def test_a_converted_transformer_of_this_family(family, tmp_path):
     assert output.dtype == torch.bfloat16 and distance(output.float(), both) <= 0.1
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_heads_that_keep_softmax(family, tmp_path):
+    """In every core, they are the base's softmax, and the other heads are as without them; the same after loading."""
+    whole, model = (converted(family, layers="all", gate=True, cpe=3) for _ in range(2))
+    heads = {index: [0] for index in grid_layers(model)}
+    model = mhla_hf.convert(tiny_transformer(family), layers="all", gate=True, cpe=3, softmax_heads=heads)
+    wholes, checked = grid_layers(whole), []
+
+    def check(index, core, args, options, outputs):
+        softmax, mhla = (run(*args, **options) for run in (GridSoftmaxCore(wholes[index].mhla), wholes[index].mhla))
+        for parts in zip(*(x if isinstance(x, tuple) else (x,) for x in (outputs, softmax, mhla)), strict=True):
+            o, softmax_o, mhla_o = (part.float() for part in parts)
+            assert (
+                distance(o[:, :, :1], softmax_o[:, :, :1]) <= 1e-5 and distance(o[:, :, 1:], mhla_o[:, :, 1:]) <= 1e-5
+            )
+        checked.append(index)
+
+    for index, holder in grid_layers(model).items():
+        assert [tuple(x.shape) for x in holder.mhla.parameters()] == [
+            tuple(x.shape) for x in wholes[index].mhla.with_softmax_heads([0]).parameters()
+        ]
+        holder.mhla = wholes[index].mhla.with_softmax_heads([0])
+        holder.mhla.register_forward_hook(partial(check, index), with_kwargs=True)
+    arguments = inputs(family, batch=2)
+    expected = model(**arguments).sample
+    assert checked == [*heads]
+    model.save_pretrained(tmp_path)
+    assert distance(type(model).from_pretrained(tmp_path)(**arguments).sample, expected) <= 1e-6
+
+
 @pytest.mark.parametrize("family", [family for family in ALL if ALL[family][0]._supports_gradient_checkpointing])
 def test_checkpointing_changes_no_gradient(family):
     model = converted(family, layers="all", gate=True, cpe=3).train()
@@ -105,14 +139,34 @@ STOCK = [(family, joint_size(family, 3, 5, 7)) for family in JOINT_SIZES] + [(fa
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("window", "layout"), [(1, [1, 1, 1]), (2, [2, 2, 2]), (3, [2, 2, 3])])
+@pytest.mark.parametrize(
+    ("window", "layout", "salient"), [(1, [1, 1, 1], 0), (2, [2, 2, 2], 0), (3, [2, 2, 3], 0), (1, [2, 2, 3], 11)]
+)
 @pytest.mark.parametrize(("family", "size"), STOCK)
-def test_all_blocks_near_is_stock(family, size, window, layout):
+def test_all_blocks_near_or_salient_is_stock(family, size, window, layout, salient):
     """A batch of two texts, one of them padded if the family has masks, on an odd grid."""
     model, stock = tiny_transformer(family), tiny_transformer(family)
-    mhla_hf.convert(model, layers="all", window=window, layout=layout if family in VIDEOS else layout[1:])
+    layout = layout if family in VIDEOS else layout[1:]
+    mhla_hf.convert(model, layers="all", window=window, layout=layout, salient_blocks=salient)
     arguments = inputs(family, size, batch=2)
     assert distance(model(**arguments).sample, stock(**arguments).sample) <= 1e-5
+
+
+SOFTMAX_GRIDS = [family for family in TRANSFORMERS if family not in JOINT_SIZES and not family.startswith("sana")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "salient"), [(1, 11), (2, 11), (3, 0)])
+@pytest.mark.parametrize("family", SOFTMAX_GRIDS)
+def test_all_blocks_near_or_salient_is_stock_without_text(family, window, salient):
+    model, stock = tiny_transformer(family), tiny_transformer(family)
+    axes = 2 if family in ("latte", "hunyuan-dit", "dit", "pixart") else 3
+    settings = {"windowed": True, "window": window, "salient_blocks": salient, "rope": "near", "sinks": 0}
+    settings |= {"layers": "all", "layout": [2, 3, 2][:axes], "normalize": True, "output_norm": False}
+    mhla_hf.convert(model, **settings)
+    arguments = inputs(family, batch=2)
+    bound = 1e-2 if family.startswith("kandinsky") else 1e-5  # which rotates in bf16
+    assert distance(model(**arguments).sample, stock(**arguments).sample) <= bound
 
 
 @pytest.mark.parametrize(
@@ -169,7 +223,8 @@ def test_saved_models_are_the_same_elsewhere_and_after_saving_there(pipelines, a
     """Transformers also without a pipeline, which Cosmos has only with its guardrail installed."""
     expected = {}
     for family in pipelines:
-        pipe = mhla_hf.convert(pipelines[family](), gate=True)
+        kept = {} if family.startswith("sana") else {**SALIENT, "softmax_heads": {1: [0]}}
+        pipe = mhla_hf.convert(pipelines[family](), gate=True, **kept)
         shaken(pipe.transformer)
         expected[f"saved/{family}-DiffusionPipeline"] = generate(pipe)
         pipe.save_pretrained(tmp_path / "saved" / family)
@@ -272,6 +327,8 @@ RUNNING = {
         "img_shapes: got [[(1, 2, 5), (1, 2, 5), (1, 2, 5)]], expected shapes of 20 tokens in total"),
     "image prompts": (lambda: converted("flux")(**inputs("flux"), joint_attention_kwargs={"ip_hidden_states": []}),
         "ip_hidden_states: got image prompts, expected None"),
+    "a head too many": (lambda: converted(softmax_heads={1: [2]}), "softmax_heads: got head 2 in layer 1, expected 0 to 1"),
+    "no head left": (lambda: converted(layers=[1], softmax_heads={1: [0, 1]}), "softmax_heads: got all heads of all MHLA"),
     "rotated features": (lambda: converted("flux", rope="after"), "rope: got 'after', expected one of ['before', 'near']"),
     "a causal mask": (lambda: mhla_hf.convert(tiny_transformer("skyreels", num_frame_per_block=3))(**inputs("skyreels")),
         "attention_mask: got a tensor, expected None"),

@@ -48,11 +48,16 @@ GRIDS = [pytest.param(family, marks=SLOW) for family in [*SIZES, *JOINT_SIZES]]
 BLOCKS_ONLY = ("wan", *READS_VALUES)
 
 
+SALIENT = {"windowed": True, "window": 1, "sinks": 0, "salient_blocks": 1, "softmax_heads": {0: [1]}}
+SALIENT |= {"rope": "before", "normalize": True, "output_norm": False}
+
+
+@pytest.mark.parametrize("settings", [{}, SALIENT], ids=["", "salient"])
 @pytest.mark.parametrize("family", ["wan", "dit", *GRIDS])
-def test_one_graph(family):
+def test_one_graph(family, settings):
     """Of every block of Wan for two grids, and of the other models as a whole where that is possible."""
     whole, sizes = family not in BLOCKS_ONLY, [None] if family != "wan" else [(3, 8, 10), (1, 6, 10)]
-    model, eager = (converted(family, layers="all", num_layers=1) for _ in range(2))
+    model, eager = (converted(family, layers="all", num_layers=1, **settings) for _ in range(2))
     torch._dynamo.reset()
     if whole:
         compiled = torch.compile(model, fullgraph=True, backend="eager")

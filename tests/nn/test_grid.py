@@ -1,12 +1,15 @@
 """The grid core against the formula of the paper, written out token by token."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tools.ops_cases import check_that_padding_may_hold_anything, core_by_hand, distance
 
 from mhla_hf import MHLASettings
-from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap
+from mhla_hf.nn.core import softmax_attention
+from mhla_hf.nn.grid import GridMHLA, GridMixing, PositionConv, block_overlap, rotate_both
 from mhla_hf.ops.blocks import Blocks
 
 
@@ -54,6 +57,24 @@ def test_grid_core_is_the_paper(grid, layout, prefix, options):
     hidden = torch.randn(2, tokens, 7, dtype=torch.float64)
     got = core(q, k, v, grid=grid, hidden_states=hidden)
     assert distance(got, by_hand(core, q, k, v, grid, hidden)) <= 2e-6  # the mixing and the output norm are in fp32
+
+
+@pytest.mark.parametrize(("grid", "layout", "prefix", "options"), CASES)
+@pytest.mark.parametrize("rope", ["before", "after"])
+@pytest.mark.parametrize("softmax_heads", [[1], [0, 3]])
+def test_some_heads_keep_softmax_and_the_others_do_not_change(softmax_heads, rope, grid, layout, prefix, options):
+    """Angles differ from head to head, as in LTX."""
+    settings = MHLASettings(**{"layout": layout, "feature_map": "relu", "rope": rope, **options})
+    whole = make_core(settings, prefix, heads=4, width=6)
+    core, mhla_heads = whole.with_softmax_heads(softmax_heads), [i for i in range(4) if i not in softmax_heads]
+    tokens = torch.Size(grid).numel() + prefix
+    q, k, v = (torch.randn(2, tokens, 4, 6, dtype=torch.float64) for _ in range(3))
+    angles = torch.randn(tokens, 4, 3, dtype=torch.float64).repeat_interleave(2, -1)
+    rotate = partial(rotate_both, angles=(angles.cos(), angles.sin()))
+    inputs = {"grid": grid, "hidden_states": torch.randn(2, tokens, 7, dtype=torch.float64), "rotate": rotate}
+    got, expected = core(q, k, v, **inputs), whole(q, k, v, **inputs)
+    assert distance(got[:, :, mhla_heads], expected[:, :, mhla_heads]) <= 1e-6
+    assert distance(got[:, :, softmax_heads], softmax_attention(*rotate(q, k), v)[:, :, softmax_heads]) <= 1e-6
 
 
 def test_the_convolution_of_video_has_the_right_gradient_in_bf16():

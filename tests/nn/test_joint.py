@@ -1,6 +1,7 @@
 """Attention over a text and a grid: its definition as a T x T computation."""
 
 import dataclasses
+from itertools import product
 from math import prod
 
 import torch
@@ -30,6 +31,8 @@ def definition(core, heads, text, grid, text_bias, dtype, rotate):
     gap = (place[:, None] - place).abs().amax(-1)
     near = gap < settings.window if settings.windowed else torch.zeros_like(gap, dtype=torch.bool)
     rotated = [rotate(x).to(dtype).double() for x in (q, k)]
+    if settings.salient_blocks:
+        near = near | salient_pairs(*rotated, index, near, settings.salient_blocks)
     q, k = (q, k) if settings.rope == "near" else rotated
     far = products(core.q_map(q.to(dtype)).double(), core.k_map(k.to(dtype)).double())
     far = balance.double()[:, :, None] * mixing.double()[..., index[:, None], index] * far
@@ -40,6 +43,18 @@ def definition(core, heads, text, grid, text_bias, dtype, rotate):
     weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-100)  # 0 where all weights are
     values = torch.cat([text[2], v], 1)
     return [torch.einsum("bhts,bshv->bthv", weight, x) for x in (values, values.abs())], values
+
+
+def salient_pairs(q, k, index, near, count):
+    """Whether a token is in one of the `count` blocks, not near, that the block of another token chooses: [B, H, T, T]."""
+    num_blocks = int(index.max()) + 1
+    means = [torch.stack([x[:, index == block].mean(1) for block in range(num_blocks)], 1) for x in (q, k)]
+    score, pairs = products(*means), torch.zeros(len(q), q.shape[2], *near.shape, dtype=torch.bool)
+    for place in product(range(len(q)), range(q.shape[2]), range(num_blocks)):
+        far = [block for block in range(num_blocks) if not near[index == place[2]][:, index == block].any()]
+        for block in sorted(far, key=lambda block: -score[place][block])[:count]:
+            pairs[place[0], place[1]] |= (index == place[2])[:, None] & (index == block)
+    return pairs
 
 
 def products(q, k):
@@ -66,6 +81,7 @@ def joint_cases(draw):
         "num_text": draw(st.integers(0, 6)),
         "mask": draw(st.sampled_from([None, "bool", "bias", "lowest"])),
         "window": draw(st.sampled_from([None, 1, 1, 2])),
+        "salient_blocks": draw(st.sampled_from([0, 1, 2, 5])),
         "rope": draw(st.sampled_from(["near", "before"])),
         "rotated": width % 2 == 0 and draw(st.booleans()),
         "per_head": draw(st.booleans()),
@@ -85,7 +101,8 @@ def build_joint(case):
     torch.manual_seed(case["seed"])
     dtype, heads, (width, value_width) = case["dtype"], case["heads"], case["widths"]
     drawn = {name: case[name] for name in ("layout", "rope", "per_head", "feature_map")}
-    drawn |= {"windowed": True, "window": case["window"]} if case["window"] else {}
+    windows = {name: case[name] for name in ("window", "salient_blocks")}
+    drawn |= {"windowed": True, **windows} if case["window"] else {}
     settings = MHLASettings(mixing_form="direct", sinks=0, impl="torch", **drawn)
     core = JointMHLA(settings, num_heads=heads, key_dim=width, value_dim=value_width, hidden_size=1)
     core = core.double() if dtype == torch.float64 else core

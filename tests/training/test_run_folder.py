@@ -130,7 +130,7 @@ def test_out_that_is_something_else_or_cannot_be_written(lab, tmp_path, monkeypa
         lab.train(None)
     for out, words in (
         ("text", "holds other files, expected a new or empty folder"),
-        ("half", "train.json: expected a JSON object"),
+        ("half", "train.json: got a file that is no JSON"),
         ("file/out", r"out: got '.*', which cannot be made in '.*file', expected a writable"),
         ("new", r"out: got '.*', with .* MiB of free space, expected at least .* MiB"),
     ):

@@ -75,7 +75,9 @@ class GridAttnProcessor(nn.Module):
     All parameters are in the one child, `mhla`, because offloading hooks the calls of modules.
     """
 
-    _parallel_config: Any = None  # diffusers writes its context-parallel configuration here
+    # What diffusers writes here: its context-parallel configuration, and the backend of `set_attention_backend`, or None.
+    _parallel_config: Any = None
+    _attention_backend: Any = None
 
     def __init_subclass__(cls) -> None:
         """Make `__call__` with the signature of `forward`: diffusers passes only the arguments that it finds there."""
@@ -90,9 +92,9 @@ class GridAttnProcessor(nn.Module):
 
         cls.__call__ = __call__  # type: ignore[method-assign]
 
-    def __init__(self, core: nn.Module, state: GridState, kind: DiffusionKind, base_processor: Any):
+    def __init__(self, core: Any, state: GridState, kind: DiffusionKind, base_processor: Any):
         super().__init__()
-        self.mhla = core
+        self.mhla, self.windowed = core, core.settings.windowed
         self.state = state
         self.head_norm, self.rotary, self.text_last = kind.head_norm, kind.rotary, kind.text_last
         self.set_base_processor(base_processor)
@@ -101,6 +103,18 @@ class GridAttnProcessor(nn.Module):
         """Set the base's processor. It must have no weights, which would get into the state dict of the MHLA processor."""
         self.base_processor = processor
         self.base_arguments = frozenset(inspect.signature(processor.__call__).parameters)
+
+    def softmax(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Call diffusers' backend; `softmax_attention` if that rounds to 8 bits: a channel of q may hold a score."""
+        backend = self._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
+        if backend in EIGHT_BIT_BACKENDS:
+            if not torch.compiler.is_compiling():
+                warn_of_backend(backend)
+            return softmax_attention(q, k, v, mask=mask, scale=scale)
+        parallel = self._parallel_config
+        return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=backend, parallel_config=parallel)
 
 
 class MHLAAttnProcessor(GridAttnProcessor):
@@ -143,7 +157,11 @@ class MHLAAttnProcessor(GridAttnProcessor):
         if rotary_emb is not None:
             rotate = functools.partial(rotate_both, angles=read_rotary(self.rotary, rotary_emb, q.shape[2]))
         shard = None if self._parallel_config is None else shard_of_grid(self._parallel_config, grid)
-        o = self.mhla(q, k, v, grid=grid, hidden_states=hidden_states, rotate=rotate, shard=shard)
+        options = {"grid": grid, "hidden_states": hidden_states, "rotate": rotate, "softmax": self.softmax}
+        if self.windowed:  # a `JointMHLA`
+            o, _ = self.mhla(q, k, v, TextTokens(q[:, :0], k[:, :0], v[:, :0]), **options)
+        else:
+            o = self.mhla(q, k, v, shard=shard, **options)
         if perturbation_mask is not None:
             o = torch.lerp(v, o, perturbation_mask[..., None].to(o))  # [B, 1, 1, 1]
         if getattr(attn, "to_gate_logits", None) is not None:
@@ -159,19 +177,6 @@ QKV = tuple[Tensor, ...]
 
 class TextGridAttnProcessor(GridAttnProcessor):
     """Base class of processors that compute joint attention, with MHLA among the tokens of the grid (`JointMHLA`)."""
-
-    _attention_backend: Any = None  # written by diffusers' `set_attention_backend`; None for the global one
-
-    def softmax(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
-    ) -> Tensor:
-        """Call diffusers' backend; `softmax_attention` if that rounds to 8 bits: a channel of q may hold a score."""
-        backend = self._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
-        if backend in EIGHT_BIT_BACKENDS:
-            if not torch.compiler.is_compiling():
-                warn_of_backend(backend)
-            return softmax_attention(q, k, v, mask=mask, scale=scale)
-        return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=backend)
 
     def count_text(self, num_tokens: int) -> int:
         """Return how many of `num_tokens` of text and grid are text; raise ValueError if the grid alone has more."""

@@ -79,10 +79,11 @@ class MHLATransformerMixin:
         self.mhla_state = GridState()
         layers: Any = settings.layers
         kind = self.family.kind
-        core_class: Any = JointMHLA if kind.joint else GridMHLA
-        for attn in (attentions[index] for index in layers):
+        core_class: Any = JointMHLA if kind.joint or settings.windowed else GridMHLA
+        for index in layers:
+            attn, softmax_heads = attentions[index], (settings.softmax_heads or {}).get(str(index), ())
             joint_class = FusedJointAttnProcessor if hasattr(attn, "to_qkv_mlp_proj") else JointAttnProcessor
-            core = core_class(settings, **core_sizes(attn))
+            core = core_class(settings, softmax_heads=softmax_heads, **core_sizes(attn))
             processor_class: Any = joint_class if kind.joint else MHLAAttnProcessor
             # Mochi's attention has no `set_processor`.
             attn.processor = processor_class(core, self.mhla_state, kind, attn.processor).train(attn.training)
@@ -111,8 +112,8 @@ class MHLATransformerMixin:
             cp_plan: Must be None: MHLA defines the plan.
 
         Raises:
-            ValueError: `cp_plan` is given, the base is not of Wan, or `ulysses_degree` does not divide the number of heads
-                of softmax layers.
+            ValueError: `cp_plan` is given, the base is not of Wan, `windowed` is set, or `ulysses_degree` does not divide
+                the number of softmax heads of a layer.
         """
         if cp_plan is not None:
             raise ValueError("cp_plan: got a plan, expected None: MHLA layers need tokens in block order.")
@@ -120,10 +121,15 @@ class MHLATransformerMixin:
             return super().enable_parallelism(config=config)  # type: ignore[misc]
         if not hasattr(self, "blocks"):  # LTX, where diffusers splits the tokens of text and audio, too
             raise ValueError(f"model: got {type(self).__name__}, expected a model of Wan for context parallelism.")
+        if self.config.mhla["windowed"]:
+            raise ValueError("windowed: got True, expected False for context parallelism.")
         degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
-        heads = self.config.num_attention_heads
-        if heads % degree and len(self.config.mhla["layers"]) < len(find_self_attentions(self)):
-            expected = f"a divisor of the {heads} heads of softmax layers; or use ring_degree"
+        mhla, counts = self.config.mhla, {self.config.num_attention_heads}
+        if len(mhla["layers"]) == len(find_self_attentions(self)):
+            counts = set()  # there are no softmax layers
+        counts |= {len(heads) for heads in (mhla["softmax_heads"] or {}).values()}
+        if any(count % degree for count in counts):
+            expected = f"a divisor of the numbers of softmax heads in a layer, {sorted(counts)}; or use ring_degree"
             raise ValueError(f"ulysses_degree: got {degree}, expected {expected}.")
         plan = {"proj_out": self._cp_plan["proj_out"]}
         super().enable_parallelism(config=config, cp_plan=plan)  # type: ignore[misc]
@@ -255,5 +261,5 @@ def refuse_ip_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
 def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings) -> MHLASettings:
     """Check settings for a conversion of `model` to `model_class`; return a copy with layers as indices."""
     kind = model_class.family.kind
-    check_grid_settings(settings, model_class.__name__, kind.axes, joint=kind.joint)
+    check_grid_settings(settings, model_class.__name__, kind.axes, joint=kind.joint or settings.windowed)
     return replace(settings, layers=settings.resolve_layers(len(find_self_attentions(model))))

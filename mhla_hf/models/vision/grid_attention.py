@@ -67,7 +67,11 @@ def grid_core_sizes(attention: Any, config: Any) -> dict[str, Any]:
     return {**sizes, "prefix": prefix_tokens(config), "key_dim": attention.head_dim, "value_dim": attention.head_dim}
 
 
-def register_grid_hook(model: Any, settings: MHLASettings) -> None:
+def finish_tower(model: Any, settings: MHLASettings) -> None:
+    """Let `settings.softmax_heads` keep softmax, and register the hook that passes the grid to the layers, in place."""
+    attentions = find_grid_attentions(model)
+    for index, heads in (settings.softmax_heads or {}).items():
+        attentions[int(index)].mhla = attentions[int(index)].mhla.with_softmax_heads(heads)
     body = next(module for module in model.modules() if hasattr(module, "embeddings"))
     body.register_forward_pre_hook(pass_grid, with_kwargs=True)
 
@@ -89,6 +93,6 @@ GRID_SWAP = AttentionSwap(
     find_attentions=find_grid_attentions,
     core_sizes=grid_core_sizes,
     matrix_core=GridMHLA,
-    finish=register_grid_hook,
+    finish=finish_tower,
     replaces_masks=False,
 )

@@ -256,10 +256,10 @@ class DiffusionTask(Task[DiffusionStage]):
                 raise ValueError("data: got latents with a text-and-image-to-video model, expected prompts and images.")
             text_columns = ("prompt_embeds", "prompt") if self.takes_text else ("class_labels", "label")
             missing = [column for column in self._image_columns() if column not in columns]
-            missing = missing if set(text_columns) & set(columns) else [text_columns[0]]
+            missing = missing if set(text_columns) & set(columns) else [" or ".join(text_columns)]
             if missing:
-                got = f"{latents.name!r} without {missing[0]!r}"
-                raise ValueError(f"data: got {got}, expected this column, which conditions the model.")
+                got = f"{latents.name!r} without {missing[0]}"
+                raise ValueError(f"data: got {got}, expected a column of this name, which conditions the model.")
         if arguments is None and latents is None and (self.takes_text or self.reads_calls):
             raise ValueError(f"data: got None with {type(self.student).__name__}, expected arguments of its pipeline.")
         if arguments is not None and "class_labels" in self.condition_names:
