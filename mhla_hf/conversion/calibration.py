@@ -32,7 +32,7 @@ from .grid_fit import (
     softmax_layers,
 )
 from .model_family import family_of, is_of_diffusers, note_classes
-from .steps import Requested, check_learning, check_report, parse_share
+from .steps import Requested, check_learning, check_report, leave_inference_mode, parse_share
 from .transformers_models import checked_settings, convert_in_place, convertible_family, restore_softmax
 
 logger = logging.getLogger("mhla_hf")
@@ -46,7 +46,15 @@ MEASURED_CALLS = 8  # forward passes to measure errors on, at most; evenly space
 # Defaults with samples, in place of the family's: with these, MHLA learns best.
 LEARNED: dict[str, Any] = {"feature_map": "hedgehog", "normalize": True, "output_norm": False, "per_head": True}
 # Further ones of diffusion models in which heads keep softmax: at the time of a step that these take, nothing was closer.
-BESIDE_HEADS: dict[str, Any] = {"windowed": True, "window": 1, "sinks": 0, "salient_blocks": 2}
+BESIDE_HEADS: dict[str, Any] = {"windowed": True, "window": 1, "salient_blocks": 2}
+WITHOUT_WINDOWS = (
+    "windowed",
+    "salient_blocks",
+    "normalize",
+    "output_norm",
+    "mixing_form",
+    "rope",
+)  # given, they may not fit
 
 
 def record_calls(transformers: Sequence[Any], sample: Callable[[], Any]) -> list[list[Call]]:
@@ -54,8 +62,12 @@ def record_calls(transformers: Sequence[Any], sample: Callable[[], Any]) -> list
     calls: list[list[Call]] = [[] for _ in transformers]
 
     def recorder(number: int) -> Callable[..., None]:
-        # Copies, because a pipeline may change its tensors in place.
-        return lambda _, *arguments: calls[number].append(Call(*move(arguments, "cpu", copy=True)))
+        @torch.inference_mode(False)  # of tensors of inference mode, there are no gradients
+        def record(_: Any, *arguments: Any) -> None:
+            # Copies, because a pipeline may change its tensors in place.
+            calls[number].append(Call(*move(arguments, "cpu", copy=True)))
+
+        return record
 
     with contextlib.ExitStack() as stack, torch.no_grad():
         for number, transformer in enumerate(transformers):
@@ -125,8 +137,8 @@ def convert_with_samples(
     if requested.settings is None:
         family, given = family_of(getattr(model, "transformer", model)), requested.overrides
         defaults = {} if family is None else family.kind.defaults
-        keeps_heads = keep not in (None, 0) or (keep is None and is_default and defaults.get("layers") == "2/3")
-        if is_of_diffusers(model) and keeps_heads and {"windowed", "salient_blocks"}.isdisjoint(given):
+        keeps_heads = is_default and defaults.get("layers") == "2/3" if keep is None else parse_share(keep, 100) != 0
+        if is_of_diffusers(model) and keeps_heads and given.keys().isdisjoint(WITHOUT_WINDOWS):
             given = {**BESIDE_HEADS, **given}
         rope = "near" if defaults.get("rope") == "near" else "before"
         requested = requested._replace(overrides={**LEARNED, "rope": rope, **given})
@@ -151,6 +163,8 @@ def convert_with_samples(
         raise ValueError("samples: got some along with softmax_heads, expected None, or `keep`, which chooses heads.")
     start_time = time.monotonic()
     transformers = [transformer for transformer, *_ in checked]
+    for transformer in transformers:
+        leave_inference_mode(transformer)
     calls = [record_calls(transformers, run) for run in sampling_runs(model, samples, seed)]
     for number, transformer in enumerate(transformers):
         if any(not run[number] for run in calls):

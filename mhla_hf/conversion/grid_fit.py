@@ -191,15 +191,24 @@ def damage_of_heads(model: Any, calls: Sequence[Call], seed: int) -> dict[int, l
     """
     layers, generator = grid_layers(model), torch.Generator().manual_seed(seed)
     sums = {index: torch.zeros(holder.mhla.num_heads) for index, holder in layers.items()}
-    energy = 0.0
-    with replaced_cores(layers, ChangedGridCore) as cores:
-        for call in calls:
-            output = run_with_gradients(model, call).float()
-            energy += PROBES * float(output.detach().square().sum())
-            for _ in range(PROBES):
-                probe = torch.randn(output.shape, generator=generator).to(output.device)
-                changes = [core.change for core in cores.values()]
-                gradients = torch.autograd.grad((output * probe).sum(), changes, retain_graph=True)
-                for index, gradient in zip(cores, gradients, strict=True):
-                    sums[index] += gradient.square().sum((0, 1, 3)).cpu()
+    energy, trained = 0.0, [x for x in model.parameters() if x.requires_grad]
+    try:
+        for x in trained:  # else linear layers keep their inputs for gradients that nobody needs
+            x.requires_grad_(False)
+        with replaced_cores(layers, ChangedGridCore) as cores:
+            for call in calls:
+                for core in cores.values():
+                    core.change = None
+                output = run_with_gradients(model, call).float()
+                energy += PROBES * float(output.detach().square().sum())
+                # A call may skip layers; gradient checkpointing replaces `change` when it computes a layer anew.
+                changes = {index: core.change for index, core in cores.items() if core.change is not None}
+                for _ in range(PROBES):
+                    probe = torch.randn(output.shape, generator=generator).to(output.device)
+                    gradients = torch.autograd.grad((output * probe).sum(), [*changes.values()], retain_graph=True)
+                    for index, gradient in zip(changes, gradients, strict=True):
+                        sums[index] += gradient.square().sum((0, 1, 3)).cpu()
+    finally:
+        for x in trained:
+            x.requires_grad_()
     return {index: (values / max(energy, TINY)).tolist() for index, values in sums.items()}

@@ -60,7 +60,8 @@ class Requested(NamedTuple):
         """Return `settings` or else `defaults`, with `overrides` and `layers` applied. Raise TypeError for unknown fields.
 
         For sequences, `mixing_form` sets windowed=False unless that is given: windowed attention has no mixing matrix.
-        Without windows, rope="near" becomes "before" unless that is given, too.
+        Without windows, rope="near" becomes "before", and with windows on a grid, what does not suit them becomes what does,
+        each unless it is given, too.
         """
         settings = defaults if self.settings is None else self.settings
         if not isinstance(settings, MHLASettings):
@@ -75,6 +76,9 @@ class Requested(NamedTuple):
             overrides = {"windowed": False, **overrides}
         if settings.rope == "near" and not overrides.get("windowed", settings.windowed):
             overrides = {"rope": "before", **overrides}
+        if settings.layout is not None and overrides.get("windowed"):
+            rope = settings.rope if settings.rope == "near" else "before"
+            overrides = {"normalize": True, "output_norm": False, "sinks": 0, "rope": rope, **overrides}
         return replace(settings, **overrides)
 
 

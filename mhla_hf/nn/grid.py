@@ -143,6 +143,10 @@ class GridCore(MHLACore):
         self, settings: MHLASettings, mixing: nn.Module, num_heads: int, softmax_heads: Sequence[int], *, value_dim: int,
         **widths: Any
     ):  # fmt: skip
+        if len(softmax_heads) >= num_heads or max(softmax_heads, default=0) >= num_heads:
+            raise ValueError(
+                f"softmax_heads: got {softmax_heads}, expected some of the heads 0 to {num_heads - 1}, not all."
+            )
         num_mhla, layout = num_heads - len(softmax_heads), settings.layout
         super().__init__(settings, mixing, num_heads=num_mhla, num_kv_heads=num_mhla, value_dim=value_dim, **widths)
         self.sizes: dict[str, Any] = {"num_heads": num_heads, "value_dim": value_dim, **widths}

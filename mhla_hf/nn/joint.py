@@ -124,10 +124,13 @@ def choose_blocks(q: Tensor, k: Tensor, blocks: Blocks, near: Tensor, count: int
     They are those whose mean key has the largest product with the mean query, as in block-sparse attention (MoBA, VSA); -1
     stands for none where there are too few.
     """
-    index, sizes = blocks.index(q.device), torch.tensor(blocks.sizes(), device=q.device)[:, None, None]
-    sums = (x.float().new_zeros(len(x), len(sizes), *x.shape[2:]).index_add(1, index, x.float()) for x in (q, k))
-    score = torch.einsum("bihk,bjhk->bhij", *(x / sizes for x in sums)).masked_fill(near, float("-inf"))
-    best = score.topk(min(count, len(sizes)), -1)
+    slots, is_token, _ = block_slots(blocks, q.device)
+    weights = (is_token / is_token.sum(1, keepdim=True))[None, :, :, None, None]  # [1, M, N, 1, 1]
+    means = (
+        (x[:, slots].float() * weights).sum(2) for x in (q, k)
+    )  # not index_add, which varies from run to run on CUDA
+    score = torch.einsum("bihk,bjhk->bhij", *means).masked_fill(near, float("-inf"))
+    best = score.topk(min(count, len(near)), -1)
     return best.indices.masked_fill(best.values == float("-inf"), -1)
 
 
@@ -289,8 +292,10 @@ class JointMHLA(GridCore):
         by_head = [x.transpose(1, 2).flatten(0, 2) for x in (keys, values)]  # [B * H * (S + T + 1), width]
         first = num_keys * torch.arange(batch * heads, device=q.device).view(batch, 1, heads, 1)
         parts = []
-        # All blocks of queries at once if there is no text, of which each of them would have a copy.
-        for rows in torch.arange(len(near), device=q.device).split(1 if num_text else len(near)):
+        at_once = max(
+            1, slots.numel() // (num_text + listed.shape[3] * slots.shape[1])
+        )  # with a copy of all keys in sum
+        for rows in torch.arange(len(near), device=q.device).split(at_once):
             some = listed[:, rows]
             tokens = num_text + slots[some.clamp_min(0)].flatten(3)  # [B, m, H, L * N]
             texts = torch.arange(num_text, device=q.device).expand(*tokens.shape[:3], -1)

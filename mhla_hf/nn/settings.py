@@ -237,8 +237,7 @@ class MHLASettings:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"mhla: got {type(values).__name__}, expected a dictionary of settings.")
-        values = dict(values)
-        version = values.pop("format_version", FORMAT_VERSION)
+        version = (values := dict(values)).pop("format_version", FORMAT_VERSION)
         if type(version) is not int or version != FORMAT_VERSION:
             raise ValueError(
                 f"format_version: got {version!r}, expected {FORMAT_VERSION}, the version of this release."

@@ -113,6 +113,27 @@ def test_salient_blocks_beside_softmax_heads():
     assert not learned("wan", keep=1, effort=0.02, salient_blocks=0).config.mhla["windowed"]
     assert not learned("wan", keep=0, effort=0.02).config.mhla["windowed"]
 
+    settings = learned("wan", keep=1, effort=0.02, output_norm=True).config.mhla
+    assert settings["output_norm"] and not settings["windowed"] and settings["softmax_heads"]
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "skipping a layer", "inference mode"])
+def test_heads_are_measured_however_the_model_runs(how):
+    with torch.inference_mode(how == "inference mode"):
+        model = tiny_transformer("sd3")
+    if how == "checkpointing":
+        model.enable_gradient_checkpointing()
+    options = {"skip_layers": [1]} if how == "skipping a layer" else {}
+
+    @torch.inference_mode(how == "inference mode")
+    def sample(generator):
+        model(**inputs("sd3", seed=int(torch.randint(2**31, (), generator=generator))), **options)
+
+    report = mhla_hf.convert(model, samples=sample, keep=1, effort=0.02, progress=False).config.mhla_measured
+    damage = [value for layer in report["layers"].values() for value in layer["damage"]]
+    assert len(damage) == 6 and sum(value > 0 for value in damage) == (4 if options else 6)
+    assert all(x.requires_grad for x in model.parameters())
+
 
 @pytest.mark.parametrize("name", LEARNS)
 def test_the_damage_of_a_head_is_the_error_that_it_alone_makes(name):

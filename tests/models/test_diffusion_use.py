@@ -138,8 +138,21 @@ def test_no_method_of_diffusers_takes_an_mhla_processor_away(family, caplog):
     assert all(found is processors[name] for name, found in model.attn_processors.items())
 
 
+@torch.no_grad()
+def test_a_backend_without_masks_leaves_those_of_unequal_blocks_to_pytorch(caplog):
+    warn_of_backend.cache_clear()
+    model = converted(layers="all", layout=[2, 3, 5], **SALIENT)
+    expected = run(model)
+    with attention_backend("native"):
+        for attention in find_self_attentions(model):
+            attention.processor._attention_backend = AttentionBackendName._NATIVE_FLASH
+        assert distance(run(model), expected) <= 1e-6
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages.count("mhla_hf: attention backend '_native_flash' takes no mask; this softmax uses PyTorch.") == 1
+
+
 QUICK_BACKENDS = ("flux2", "chroma", "sd3")
-SAGE_WARNING = "mhla_hf: attention backend 'sage' rounds queries to 8 bits; attention over text and grid uses PyTorch."
+SAGE_WARNING = "mhla_hf: attention backend 'sage' rounds queries to 8 bits; this softmax uses PyTorch."
 
 
 @pytest.mark.parametrize(

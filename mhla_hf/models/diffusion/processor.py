@@ -23,9 +23,8 @@ EIGHT_BIT_BACKENDS = tuple(backend for backend in AttentionBackendName if "sage"
 
 
 @functools.cache
-def warn_of_backend(backend: AttentionBackendName) -> None:
-    message = "mhla_hf: attention backend %r rounds queries to 8 bits; attention over text and grid uses PyTorch."
-    CORE_LOG.warning(message, backend.value)
+def warn_of_backend(backend: AttentionBackendName, reason: str) -> None:
+    CORE_LOG.warning("mhla_hf: attention backend %r %s; this softmax uses PyTorch.", backend.value, reason)
 
 
 class GridState(threading.local):
@@ -111,10 +110,18 @@ class GridAttnProcessor(nn.Module):
         backend = self._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
         if backend in EIGHT_BIT_BACKENDS:
             if not torch.compiler.is_compiling():
-                warn_of_backend(backend)
+                warn_of_backend(backend, "rounds queries to 8 bits")
             return softmax_attention(q, k, v, mask=mask, scale=scale)
         parallel = self._parallel_config
-        return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=backend, parallel_config=parallel)
+        try:
+            return dispatch_attention_fn(
+                q, k, v, attn_mask=mask, scale=scale, backend=backend, parallel_config=parallel
+            )
+        except ValueError as error:
+            if mask is None or "mask" not in str(error):
+                raise
+            warn_of_backend(backend, "takes no mask")
+            return softmax_attention(q, k, v, mask=mask, scale=scale)
 
 
 class MHLAAttnProcessor(GridAttnProcessor):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...nn.core import CORE_LOG
 from ...nn.grid import GridMHLA
 from ...nn.joint import JointMHLA
-from ...nn.settings import MHLASettings, check_grid_settings
+from ...nn.settings import MHLASettings, check_grid_settings, check_required
 from ..families import DiffusionFamily
 from ..saving import check_loaded_weights, source_name, write_source
 from .context_parallel import TokenShards
@@ -122,7 +122,9 @@ class MHLATransformerMixin:
         if not hasattr(self, "blocks"):  # LTX, where diffusers splits the tokens of text and audio, too
             raise ValueError(f"model: got {type(self).__name__}, expected a model of Wan for context parallelism.")
         if self.config.mhla["windowed"]:
-            raise ValueError("windowed: got True, expected False for context parallelism.")
+            raise ValueError(
+                "windowed: got True, expected False for context parallelism (salient_blocks=0 with samples)."
+            )
         degree = getattr(getattr(config, "context_parallel_config", config), "ulysses_degree", None) or 1
         mhla, counts = self.config.mhla, {self.config.num_attention_heads}
         if len(mhla["layers"]) == len(find_self_attentions(self)):
@@ -262,4 +264,9 @@ def resolve_settings(model_class: Any, model: nn.Module, settings: MHLASettings)
     """Check settings for a conversion of `model` to `model_class`; return a copy with layers as indices."""
     kind = model_class.family.kind
     check_grid_settings(settings, model_class.__name__, kind.axes, joint=kind.joint or settings.windowed)
-    return replace(settings, layers=settings.resolve_layers(len(find_self_attentions(model))))
+    if kind.linear:  # there is no softmax that could be kept
+        check_required(settings, model_class.__name__, {"windowed": False, "softmax_heads": None})
+    layers = settings.resolve_layers(len(find_self_attentions(model)))
+    if unknown := {*map(int, settings.softmax_heads or {})} - {*layers}:
+        raise ValueError(f"softmax_heads: got layer {min(unknown)}, expected one of the MHLA layers {layers}.")
+    return replace(settings, layers=layers)
