@@ -44,11 +44,11 @@ FIT_SAMPLING_STEPS, HELD_OUT_STEPS = 20, 8
 OFF = -30.0  # balance at which MHLA has no weight
 LOCALITY, SOFTMAX_PART = "locality (the default without samples)", "softmax part alone"
 LINEAR_CALIBRATED = "plain linear attention, calibrated"
-CALIBRATED, LAYER_KEPT = "calibrated", "calibrated, the best of the four layers softmax"
-HEADS_KEPT = "calibrated, a quarter of the heads softmax"
-OWN_BLOCK, SALIENT = "calibrated, own block softmax, exp features", "calibrated, own and 4 salient blocks softmax"
+CALIBRATED, LAYER_KEPT = "calibrated", "calibrated, the best of four layers softmax"
+HEADS_KEPT = "calibrated, 1/4 of heads softmax"
+OWN_BLOCK, SALIENT = "calibrated, own block softmax, exp", "calibrated, own and 4 salient blocks softmax"
 SALIENT_ALONE = "own and 4 salient blocks alone"
-BOTH_KEPT = "calibrated, a quarter of the heads and own and 2 salient blocks softmax"
+BOTH_KEPT = "calibrated, 1/4 of heads, own and 2 salient blocks softmax"
 Size = tuple[int, ...]  # rows and columns, for video also frames, of latents
 Point = tuple[torch.Tensor, torch.Tensor, Conditions]  # noisy latents, times, and conditions
 
@@ -126,7 +126,7 @@ STARTS = {
     HEADS_KEPT: Start({"salient_blocks": 0}, learns=True, keep=0.25),
     OWN_BLOCK: Start({**WINDOW, "feature_map": "exp"}, learns=True, tasks=("dit", "wan")),
     SALIENT: Start(SALIENT_4, learns=True),
-    f"{SALIENT}, exp features": Start({**SALIENT_4, "feature_map": "exp"}, learns=True, tasks=("dit", "wan")),
+    f"{SALIENT}, exp": Start({**SALIENT_4, "feature_map": "exp"}, learns=True, tasks=("dit", "wan")),
     SALIENT_ALONE: Start({**SALIENT_4, "normalize": True, "output_norm": False, "rope": "before"}),
     BOTH_KEPT: Start({}, learns=True, keep=0.25),
     BOTH_KEPT.replace("2", "4"): Start(SALIENT_4, learns=True, keep=0.25),

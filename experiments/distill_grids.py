@@ -32,8 +32,8 @@ from .calibrate_grids import CLASSES, TASKS, Size
 from .rows import Row, add_rows, describe_setup, format_range, make_parser, markdown, parse_call
 
 REAL, TEACHER, MHLA = "real digits, held out", "softmax, the teacher", "MHLA"
-HEADS_KEPT, PLAIN, LOCAL = "MHLA, a quarter of the heads softmax", "plain linear attention", "local alone"
-BOTH_KEPT = "MHLA, a quarter of the heads and own and 2 salient blocks softmax"
+HEADS_KEPT, PLAIN, LOCAL = "MHLA, 1/4 of heads softmax", "plain linear attention", "local alone"
+BOTH_KEPT = "MHLA, 1/4 of heads, own and 2 salient blocks softmax"
 STUDENTS = (MHLA, HEADS_KEPT, BOTH_KEPT, PLAIN, LOCAL)
 MODELS = (REAL, TEACHER, *STUDENTS)
 LEARNING_RATE, SAMPLING_STEPS, JUDGE_STEPS = 1e-3, 10, 600

@@ -95,4 +95,4 @@ def format_mean(values: Sequence[float], spec: str) -> str:
 def format_range(values: Sequence[float], spec: str) -> str:
     """Format the mean of values and, if there are several, the lowest and the highest; see `format_mean`."""
     mean = spec.format(statistics.fmean(values))
-    return mean if len(values) == 1 else f"{mean} ({spec.format(min(values))} to {spec.format(max(values))})"
+    return mean if len(values) == 1 else f"{mean} ({spec.format(min(values))}–{spec.format(max(values))})"

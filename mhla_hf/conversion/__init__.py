@@ -63,7 +63,7 @@ def convert(
             as "17%", or the size of a sequence's cache at `context` tokens, such as "64MiB". Default: "auto", the smallest
             cache within `tolerance` that keeps recall. A size or "auto" chooses `salient`, too, unless it or `settings` is
             given. With `samples`: how many heads; default: the share of layers that the family keeps, 0 with `settings` or
-            `layers`. Not for encoders.
+            `layers`. Beside such heads, diffusion models read `salient_blocks=2`. Not for encoders.
         context: Number of tokens for which the cache sizes of language models are computed. Default: the model's positions.
         tolerance: With keep="auto": the largest accepted KL to the original, in nats per token. Default: 0.02.
         layers: Which to convert: "all", "2/3" (0, 3, 6... keep softmax), or a list of indices; overrides `settings.layers`.
