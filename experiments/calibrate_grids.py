@@ -114,7 +114,7 @@ class Start(NamedTuple):
     tasks: tuple[str, ...] = ()  # that it is for; empty for all
 
 
-WINDOW = {"windowed": True, "window": 1, "sinks": 0}
+WINDOW = {"windowed": True, "window": 1}
 SALIENT_4 = {**WINDOW, "salient_blocks": 4}
 LINEAR = {"mixing_start": "uniform", "learn_mixing": False}
 STARTS = {
@@ -127,7 +127,7 @@ STARTS = {
     OWN_BLOCK: Start({**WINDOW, "feature_map": "exp"}, learns=True, tasks=("dit", "wan")),
     SALIENT: Start(SALIENT_4, learns=True),
     f"{SALIENT}, exp": Start({**SALIENT_4, "feature_map": "exp"}, learns=True, tasks=("dit", "wan")),
-    SALIENT_ALONE: Start({**SALIENT_4, "normalize": True, "output_norm": False, "rope": "before"}),
+    SALIENT_ALONE: Start(SALIENT_4),
     BOTH_KEPT: Start({}, learns=True, keep=0.25),
     BOTH_KEPT.replace("2", "4"): Start(SALIENT_4, learns=True, keep=0.25),
 }

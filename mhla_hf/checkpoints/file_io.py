@@ -51,7 +51,7 @@ def renamed_errors(argument: str, name: str) -> Iterator[None]:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return an error's first complete line, or its class name if it has no text; errors of torch.save name a full disk."""
+    """Return an error's first complete line, or its class name if it has no text; for torch.save, name a full disk."""
     if TORCH_SAVE_ERROR.search(str(error)):
         return "the disk is full, or a file exceeds its limit"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -135,13 +135,15 @@ def convert_with_samples(
     """
     is_default = requested.settings is None and requested.layers is None
     if requested.settings is None:
-        family, given = family_of(getattr(model, "transformer", model)), requested.overrides
+        family = family_of(getattr(model, "transformer", model))
         defaults = {} if family is None else family.kind.defaults
-        keeps_heads = is_default and defaults.get("layers") == "2/3" if keep is None else parse_share(keep, 100) != 0
-        if is_of_diffusers(model) and keeps_heads and given.keys().isdisjoint(WITHOUT_WINDOWS):
-            given = {**BESIDE_HEADS, **given}
-        rope = "near" if defaults.get("rope") == "near" else "before"
-        requested = requested._replace(overrides={**LEARNED, "rope": rope, **given})
+        learned = {**LEARNED, "rope": "near" if defaults.get("rope") == "near" else "before"}
+        keeps_heads = is_default and defaults.get("layers") == "2/3"
+        if keep is not None:
+            keeps_heads = parse_share(keep, 100) != 0
+        if is_of_diffusers(model) and keeps_heads and requested.overrides.keys().isdisjoint(WITHOUT_WINDOWS):
+            learned |= BESIDE_HEADS
+        requested = requested._replace(overrides={**learned, **requested.overrides})
     if is_default:
         requested = requested._replace(layers="all")
     if is_of_diffusers(model):

@@ -191,9 +191,9 @@ def damage_of_heads(model: Any, calls: Sequence[Call], seed: int) -> dict[int, l
     """
     layers, generator = grid_layers(model), torch.Generator().manual_seed(seed)
     sums = {index: torch.zeros(holder.mhla.num_heads) for index, holder in layers.items()}
-    energy, trained = 0.0, [x for x in model.parameters() if x.requires_grad]
+    energy, trainable = 0.0, [x for x in model.parameters() if x.requires_grad]
     try:
-        for x in trained:  # else linear layers keep their inputs for gradients that nobody needs
+        for x in trainable:  # so that linear layers save no inputs for gradients of their weights
             x.requires_grad_(False)
         with replaced_cores(layers, ChangedGridCore) as cores:
             for call in calls:
@@ -209,6 +209,6 @@ def damage_of_heads(model: Any, calls: Sequence[Call], seed: int) -> dict[int, l
                     for index, gradient in zip(changes, gradients, strict=True):
                         sums[index] += gradient.square().sum((0, 1, 3)).cpu()
     finally:
-        for x in trained:
+        for x in trainable:
             x.requires_grad_()
     return {index: (values / max(energy, TINY)).tolist() for index, values in sums.items()}

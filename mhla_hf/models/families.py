@@ -23,9 +23,8 @@ class AttentionKind:
 class DiffusionKind(AttentionKind):
     """Describes a kind of attention of diffusers' transformers."""
 
-    latents: str = (
-        "channels frames height width"  # axes of the input after the batch; forward's arguments give other sizes
-    )
+    # Axes of the input after the batch; forward's arguments give the sizes of axes that are not among them.
+    latents: str = "channels frames height width"
     rotary: str = "pairs"  # form of the rotary embedding (`read_rotary`)
     head_norm: bool = False  # whether norms of q and k are by head, not over all channels
     joint: bool = False  # whether tokens of a text share one attention with those of the grid

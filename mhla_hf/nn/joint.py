@@ -126,17 +126,17 @@ def choose_blocks(q: Tensor, k: Tensor, blocks: Blocks, near: Tensor, count: int
     """
     slots, is_token, _ = block_slots(blocks, q.device)
     weights = (is_token / is_token.sum(1, keepdim=True))[None, :, :, None, None]  # [1, M, N, 1, 1]
-    means = (
-        (x[:, slots].float() * weights).sum(2) for x in (q, k)
-    )  # not index_add, which varies from run to run on CUDA
+    # Not by index_add, whose sums vary on CUDA: a recomputed layer must choose the same blocks.
+    means = ((x[:, slots].float() * weights).sum(2) for x in (q, k))
     score = torch.einsum("bihk,bjhk->bhij", *means).masked_fill(near, float("-inf"))
     best = score.topk(min(count, len(near)), -1)
     return best.indices.masked_fill(best.values == float("-inf"), -1)
 
 
 def block_slots(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay out tokens by block: return those of each block, padded by token 0, [M, N], where they are no padding, and the
-    place [T] of each token among the M * N.
+    """Lay out tokens by block, padded to N per block.
+
+    Returns the token in each slot [M, N] (0 for padding), which slots hold a token [M, N], and the slot of each token [T].
     """
     index, longest = blocks.index(device), max(blocks.sizes())
     order = torch.argsort(index, stable=True)
@@ -292,9 +292,8 @@ class JointMHLA(GridCore):
         by_head = [x.transpose(1, 2).flatten(0, 2) for x in (keys, values)]  # [B * H * (S + T + 1), width]
         first = num_keys * torch.arange(batch * heads, device=q.device).view(batch, 1, heads, 1)
         parts = []
-        at_once = max(
-            1, slots.numel() // (num_text + listed.shape[3] * slots.shape[1])
-        )  # with a copy of all keys in sum
+        # As many blocks of queries at a time as have one copy of all keys between them.
+        at_once = max(1, slots.numel() // (num_text + listed.shape[3] * slots.shape[1]))
         for rows in torch.arange(len(near), device=q.device).split(at_once):
             some = listed[:, rows]
             tokens = num_text + slots[some.clamp_min(0)].flatten(3)  # [B, m, H, L * N]

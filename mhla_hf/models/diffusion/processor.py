@@ -93,7 +93,8 @@ class GridAttnProcessor(nn.Module):
 
     def __init__(self, core: Any, state: GridState, kind: DiffusionKind, base_processor: Any):
         super().__init__()
-        self.mhla, self.windowed = core, core.settings.windowed
+        self.mhla = core
+        self.windowed = core.settings.windowed  # a fit replaces `mhla` by cores without settings
         self.state = state
         self.head_norm, self.rotary, self.text_last = kind.head_norm, kind.rotary, kind.text_last
         self.set_base_processor(base_processor)
@@ -106,7 +107,7 @@ class GridAttnProcessor(nn.Module):
     def softmax(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Call diffusers' backend; `softmax_attention` if that rounds to 8 bits: a channel of q may hold a score."""
+        """Call diffusers' backend; PyTorch if it takes no mask, or if it rounds q, which may hold a score, to 8 bits."""
         backend = self._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
         if backend in EIGHT_BIT_BACKENDS:
             if not torch.compiler.is_compiling():
@@ -120,7 +121,8 @@ class GridAttnProcessor(nn.Module):
         except ValueError as error:
             if mask is None or "mask" not in str(error):
                 raise
-            warn_of_backend(backend, "takes no mask")
+            if not torch.compiler.is_compiling():
+                warn_of_backend(backend, "takes no mask")
             return softmax_attention(q, k, v, mask=mask, scale=scale)
 
 

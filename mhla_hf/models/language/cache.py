@@ -1,7 +1,7 @@
 """The MHLA layer of a KV cache: at first use, an attention module puts it into a `Cache`, in place of its cache layer.
 
 It has two base classes: because it is an attention layer, a cache that has only MHLA layers knows its length; because it is
-a linear attention layer, older transformers never size the masks of softmax layers by it (5.24 may: `get_mask_sizes`).
+a linear attention layer, transformers 5.19 does not size the masks of softmax layers by it (for 5.24: `get_mask_sizes`).
 """
 
 from collections.abc import Callable
